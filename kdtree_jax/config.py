@@ -1,0 +1,492 @@
+"""Typed configurations of the target, the drafter, the tree and the loop.
+
+Every class is a frozen dataclass without JAX in it, so a configuration can be
+hashed, compared, passed as a static argument of `jax.jit`, and read by the
+numpy reference. Model fields carry the names of Hugging Face's `config.json`
+for DeepSeek-V3 and Kimi K2 (drafter fields: those of Qwen3 plus DFlash's).
+
+Values that circulate in wrong copies (rope theta, YaRN values, norm epsilons)
+have no default: a missing one is a `TypeError` from the constructor, or a
+`ConfigError` that names the field when a configuration is read from a dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+
+class ConfigError(ValueError):
+  """A configuration is missing a field, or a field has a value not allowed."""
+
+
+def _check(condition: bool, field: str, value: object, allowed: str) -> None:
+  if not condition:
+    raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")
+
+
+def _positive(config: object, *fields: str) -> None:
+  for field in fields:
+    value = getattr(config, field)
+    _check(
+      isinstance(value, int) and not isinstance(value, bool) and value > 0,
+      field,
+      value,
+      "it must be a positive integer",
+    )
+
+
+def _one_of(config: object, field: str, allowed: tuple[object, ...]) -> None:
+  value = getattr(config, field)
+  _check(value in allowed, field, value, f"it must be one of {allowed}")
+
+
+class _DictMixin:
+  """Reads a configuration from a plain mapping, and writes it back."""
+
+  @classmethod
+  def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    """Builds the configuration from a mapping of its field names.
+
+    Args:
+      data: field names to values; nested configurations as mappings, tuples
+        as lists.
+
+    Raises:
+      ConfigError: a field without default is missing, or a name is unknown.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+      raise ConfigError(
+        f"{cls.__name__} has no field {unknown[0]!r}; its fields are {sorted(fields)}"
+      )
+    missing = [
+      name
+      for name, f in fields.items()
+      if f.default is dataclasses.MISSING
+      and f.default_factory is dataclasses.MISSING
+      and name not in data
+    ]
+    if missing:
+      raise ConfigError(
+        f"{cls.__name__} needs the field {missing[0]!r}, which is missing "
+        "(it changes the model's numbers, so there is no default)"
+      )
+    values = dict(data)
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+      values["rope_scaling"] = YarnConfig.from_dict(scaling)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return cls(**values)
+
+  def to_dict(self) -> dict[str, Any]:
+    """The inverse of `from_dict`: plain values that JSON can hold."""
+    return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig(_DictMixin):
+  """YaRN context extension (arXiv 2309.00071), as DeepSeek-V3 uses it.
+
+  Attributes:
+    factor: context extension factor.
+    original_max_position_embeddings: context length before extension, tokens.
+    beta_fast: rotations at and above which a frequency is left as it is.
+    beta_slow: rotations at and below which it is divided by `factor`.
+    mscale: amplitude numerator; cos and sin are multiplied by
+      `yarn(mscale) / yarn(mscale_all_dim)`, 1 for every published model.
+    mscale_all_dim: its square, as `0.1 * mscale_all_dim * ln(factor) + 1`,
+      multiplies the softmax scale of the target; 0 means no change.
+  """
+
+  factor: float
+  original_max_position_embeddings: int
+  beta_fast: float
+  beta_slow: float
+  mscale: float
+  mscale_all_dim: float
+
+  def __post_init__(self) -> None:
+    _positive(self, "original_max_position_embeddings")
+    _check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be 1 or more")
+
+  def amplitude(self, mscale: float) -> float:
+    """`0.1 * mscale * ln(factor) + 1` (modeling_deepseek.py, yarn_get_mscale)."""
+    if self.factor <= 1 or mscale == 0:
+      return 1.0
+    return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(_DictMixin):
+  """A DeepSeek-V3 / Kimi K2.x target: MLA attention and mixture of experts.
+
+  Attributes (those that are not Hugging Face's, or that need a word):
+    q_lora_rank: rank of the query's low-rank projection, or None for a plain
+      `q_proj` (Moonlight, V2-Lite).
+    scoring_func: "sigmoid" (V3, Kimi) or "softmax" (V2-Lite).
+    topk_method: "noaux_tc" selects by score + correction bias, inside the
+      best `topk_group` of `n_group` groups; "greedy" selects by score alone.
+    first_k_dense_replace: number of leading layers with a dense FFN.
+    rms_norm_eps: epsilon of the block norms and the final norm.
+    latent_norm_eps: epsilon of `q_a_layernorm` and `kv_a_layernorm`. The
+      published remote code leaves it at 1e-6 whatever `rms_norm_eps` says.
+    rope_scaling: YaRN values, or None for plain RoPE.
+    rope_interleave: True where features (2i, 2i+1) form a pair, as in the
+      published weights; False where (i, i + half) do.
+    rope_angle_dtype: "float64" (angles rounded once) or "float32" (as the
+      Hugging Face code forms them).
+    eos_token_id: stop tokens, several allowed.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  moe_intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  q_lora_rank: int | None
+  kv_lora_rank: int
+  qk_nope_head_dim: int
+  qk_rope_head_dim: int
+  v_head_dim: int
+  n_routed_experts: int
+  num_experts_per_tok: int
+  n_shared_experts: int
+  n_group: int
+  topk_group: int
+  norm_topk_prob: bool
+  routed_scaling_factor: float
+  scoring_func: Literal["sigmoid", "softmax"]
+  topk_method: Literal["noaux_tc", "greedy"]
+  first_k_dense_replace: int
+  rms_norm_eps: float
+  latent_norm_eps: float
+  rope_theta: float
+  rope_scaling: YarnConfig | None
+  rope_interleave: bool
+  rope_angle_dtype: Literal["float64", "float32"] = "float64"
+  max_position_embeddings: int
+  tie_word_embeddings: bool
+  moe_layer_freq: int = 1
+  hidden_act: Literal["silu"] = "silu"
+  attention_bias: bool = False
+  bos_token_id: int | None = None
+  eos_token_id: tuple[int, ...] = ()
+  model_type: str = "deepseek_v3"
+
+  def __post_init__(self) -> None:
+    _positive(
+      self,
+      "vocab_size",
+      "hidden_size",
+      "intermediate_size",
+      "num_hidden_layers",
+      "num_attention_heads",
+      "kv_lora_rank",
+      "qk_nope_head_dim",
+      "qk_rope_head_dim",
+      "v_head_dim",
+      "max_position_embeddings",
+    )
+    if self.q_lora_rank is not None:
+      _positive(self, "q_lora_rank")
+    _check(
+      self.qk_rope_head_dim % 2 == 0,
+      "qk_rope_head_dim",
+      self.qk_rope_head_dim,
+      "RoPE rotates pairs, so it must be even",
+    )
+    _check(
+      self.first_k_dense_replace >= 0,
+      "first_k_dense_replace",
+      self.first_k_dense_replace,
+      "it must be 0 or more",
+    )
+    if self.first_k_dense_replace < self.num_hidden_layers:
+      _positive(self, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+      _positive(self, "n_group", "topk_group")
+      _check(
+        self.num_experts_per_tok <= self.n_routed_experts,
+        "num_experts_per_tok",
+        self.num_experts_per_tok,
+        f"it must not exceed n_routed_experts = {self.n_routed_experts}",
+      )
+      _check(
+        self.n_routed_experts % self.n_group == 0,
+        "n_group",
+        self.n_group,
+        f"it must divide n_routed_experts = {self.n_routed_experts}",
+      )
+      _check(
+        self.topk_group <= self.n_group,
+        "topk_group",
+        self.topk_group,
+        f"it must not exceed n_group = {self.n_group}",
+      )
+      _check(
+        self.topk_group * (self.n_routed_experts // self.n_group)
+        >= self.num_experts_per_tok,
+        "topk_group",
+        self.topk_group,
+        "the kept groups hold fewer experts than num_experts_per_tok",
+      )
+    _check(
+      self.n_shared_experts >= 0,
+      "n_shared_experts",
+      self.n_shared_experts,
+      "it must be 0 or more",
+    )
+    _one_of(self, "scoring_func", ("sigmoid", "softmax"))
+    _one_of(self, "topk_method", ("noaux_tc", "greedy"))
+    _one_of(self, "rope_angle_dtype", ("float64", "float32"))
+    _one_of(self, "hidden_act", ("silu",))
+    _one_of(self, "moe_layer_freq", (1,))
+    _one_of(self, "attention_bias", (False,))
+    _check(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "it must be > 0")
+    _check(
+      self.latent_norm_eps > 0, "latent_norm_eps", self.latent_norm_eps, "it must be > 0"
+    )
+    _check(self.rope_theta > 1, "rope_theta", self.rope_theta, "it must be > 1")
+    for token in self.eos_token_id:
+      _check(
+        0 <= token < self.vocab_size,
+        "eos_token_id",
+        token,
+        f"token ids run from 0 to {self.vocab_size - 1}",
+      )
+
+  @property
+  def qk_head_dim(self) -> int:
+    return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+  @property
+  def cache_width(self) -> int:
+    """Values that the latent cache holds per token and layer."""
+    return self.kv_lora_rank + self.qk_rope_head_dim
+
+  @property
+  def softmax_scale(self) -> float:
+    """`qk_head_dim ** -0.5 * mscale ** 2`, with mscale from mscale_all_dim."""
+    scale = self.qk_head_dim**-0.5
+    if self.rope_scaling is not None:
+      scale *= self.rope_scaling.amplitude(self.rope_scaling.mscale_all_dim) ** 2
+    return scale
+
+  @property
+  def rope_amplitude(self) -> float:
+    """Factor on cos and sin: `yarn(mscale) / yarn(mscale_all_dim)`."""
+    yarn = self.rope_scaling
+    if yarn is None:
+      return 1.0
+    return yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
+
+  def is_moe_layer(self, layer: int) -> bool:
+    return layer >= self.first_k_dense_replace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig(_DictMixin):
+  """A DFlash block-diffusion drafter (arXiv 2602.06036).
+
+  Attributes (those that are not Qwen3's, or that need a word):
+    block_size: rows of one drafter pass: the anchor and `block_size - 1` masks.
+    mask_token_id: token whose embedding fills the masked rows.
+    target_layer_ids: taps; layer l means the residual stream after layer l.
+    num_target_layers: layers of the target that the taps refer to.
+    target_hidden_size: hidden size of the target.
+    layer_types: per layer, "full_attention" or "sliding_attention".
+    sliding_window: a sliding layer sees keys with |query - key| < window, on
+      both sides, the block included. None where no layer slides.
+    rope_amplitude: factor on cos and sin (1.0 as in Hugging Face for
+      mscale == mscale_all_dim; a legacy server uses 1 + 0.1 ln(factor)).
+    target_fingerprint: fingerprint of the target that the drafter was trained
+      on, or None where unknown. A drafter is bonded to one exact target.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  num_key_value_heads: int
+  head_dim: int
+  rms_norm_eps: float
+  rope_theta: float
+  rope_scaling: YarnConfig | None
+  rope_amplitude: float = 1.0
+  max_position_embeddings: int
+  block_size: int
+  mask_token_id: int
+  target_layer_ids: tuple[int, ...]
+  num_target_layers: int
+  target_hidden_size: int
+  layer_types: tuple[str, ...]
+  sliding_window: int | None
+  target_fingerprint: str | None = None
+
+  def __post_init__(self) -> None:
+    _positive(
+      self,
+      "vocab_size",
+      "hidden_size",
+      "intermediate_size",
+      "num_hidden_layers",
+      "num_attention_heads",
+      "num_key_value_heads",
+      "head_dim",
+      "max_position_embeddings",
+      "num_target_layers",
+      "target_hidden_size",
+    )
+    _check(
+      isinstance(self.block_size, int) and self.block_size >= 2,
+      "block_size",
+      self.block_size,
+      "it must be 2 or more: the anchor and at least one mask",
+    )
+    _check(
+      0 <= self.mask_token_id < self.vocab_size,
+      "mask_token_id",
+      self.mask_token_id,
+      f"token ids run from 0 to {self.vocab_size - 1}",
+    )
+    _check(
+      self.num_attention_heads % self.num_key_value_heads == 0,
+      "num_key_value_heads",
+      self.num_key_value_heads,
+      f"it must divide num_attention_heads = {self.num_attention_heads}",
+    )
+    _check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
+    _check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
+    for layer in self.target_layer_ids:
+      _check(
+        0 <= layer < self.num_target_layers,
+        "target_layer_ids",
+        layer,
+        f"the target has layers 0 to {self.num_target_layers - 1}",
+      )
+    _check(
+      len(self.layer_types) == self.num_hidden_layers,
+      "layer_types",
+      self.layer_types,
+      f"it must name {self.num_hidden_layers} layers",
+    )
+    for kind in self.layer_types:
+      _check(
+        kind in ("full_attention", "sliding_attention"),
+        "layer_types",
+        kind,
+        'it must be "full_attention" or "sliding_attention"',
+      )
+    if "sliding_attention" in self.layer_types:
+      _check(
+        isinstance(self.sliding_window, int) and self.sliding_window > 0,
+        "sliding_window",
+        self.sliding_window,
+        "sliding layers need a window of at least 1 token",
+      )
+
+  @property
+  def max_depth(self) -> int:
+    """Rows of logits of one pass: the depth of the deepest tree."""
+    return self.block_size - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeConfig(_DictMixin):
+  """Size of a draft tree.
+
+  Attributes:
+    budget: nodes without the root, 0 or more.
+    max_depth: deepest node, in tokens after the root; None for as deep as the
+      drafter proposes.
+  """
+
+  budget: int
+  max_depth: int | None = None
+
+  def __post_init__(self) -> None:
+    _check(
+      isinstance(self.budget, int) and self.budget >= 0,
+      "budget",
+      self.budget,
+      "it counts tree nodes without the root, so it must be 0 or more",
+    )
+    if self.max_depth is not None:
+      _check(
+        self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig(_DictMixin):
+  """How prompts are decoded.
+
+  Attributes:
+    method: "plain" (one token a round), "chain" (the drafter's top-1 path) or
+      "ddtree" (the best draft tree under the budget).
+    budget: tree nodes without the root. For "chain" the longest chain; None
+      means as long as the drafter proposes ("chain") or 16 ("ddtree").
+    rows: static number of rows per sequence of the verify step. Level 1 of
+      the exactness contract holds for equal `rows` and `slots`. None means
+      1 + budget rounded up to a multiple of 8 (1 for "plain").
+    slots: sequences decoded at once; None means all prompts, at most 8.
+    max_new_tokens: tokens generated per prompt at most, the first included.
+    temperature: 0 decodes greedily.
+    top_p: nucleus mass in (0, 1]; 1 keeps all tokens. Needs temperature > 0.
+    seed: seed of the sampling noise, 0 .. 2**32 - 1.
+    stop_token_ids: tokens that end a sequence; None takes the target's
+      `eos_token_id`, () stops at none.
+    chunk_rounds: rounds per compiled call; committed tokens reach the host
+      after each call.
+    cache_len: positions of the cache per slot; None means just enough.
+    prefill_chunk: prompt tokens per forward pass of the prefill.
+    return_logits: also return the raw logits of every committed token.
+    return_trees: also return each round's tree, drafter logits and path.
+    implementation: "auto", "xla" or "cuda" form of the ops.
+  """
+
+  method: Literal["plain", "chain", "ddtree"] = "ddtree"
+  budget: int | None = None
+  rows: int | None = None
+  slots: int | None = None
+  max_new_tokens: int = 128
+  temperature: float = 0.0
+  top_p: float = 1.0
+  seed: int = 0
+  stop_token_ids: tuple[int, ...] | None = None
+  chunk_rounds: int = 16
+  cache_len: int | None = None
+  prefill_chunk: int = 64
+  return_logits: bool = False
+  return_trees: bool = False
+  implementation: Literal["auto", "xla", "cuda"] = "auto"
+
+  def __post_init__(self) -> None:
+    _one_of(self, "method", ("plain", "chain", "ddtree"))
+    _one_of(self, "implementation", ("auto", "xla", "cuda"))
+    if self.budget is not None:
+      TreeConfig(budget=self.budget)
+    for field in ("rows", "slots", "cache_len"):
+      if getattr(self, field) is not None:
+        _positive(self, field)
+    _positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
+    _check(
+      math.isfinite(self.temperature) and self.temperature >= 0,
+      "temperature",
+      self.temperature,
+      "it must be 0 (greedy) or a positive finite number",
+    )
+    _check(
+      0 < self.top_p <= 1, "top_p", self.top_p, "it is a probability mass in (0, 1]"
+    )
+    _check(
+      isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+      "seed",
+      self.seed,
+      "it must be an integer from 0 to 2**32 - 1",
+    )
