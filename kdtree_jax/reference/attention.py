@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.reference import layers
@@ -62,7 +63,7 @@ def project(
 
 
 def up_projections(
-  config: ModelConfig, weights: Weights, prefix: str, dtype: np.dtype
+  config: ModelConfig, weights: Weights, prefix: str, dtype: DTypeLike
 ) -> tuple[np.ndarray, np.ndarray]:
   """`kv_b_proj` as (W_UK [H, nope, R], W_UV [H, v, R])."""
   shape = (config.num_attention_heads, -1, config.kv_lora_rank)

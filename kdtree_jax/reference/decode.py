@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.reference.model import forward, init_cache, verify
@@ -74,7 +75,7 @@ def decode(
   seed: int = 0,
   sequence_id: int = 0,
   stop_token_ids: Sequence[int] | None = None,
-  dtype=np.float32,
+  dtype: DTypeLike = np.float32,
 ) -> DecodeResult:
   """Decodes one prompt.
 

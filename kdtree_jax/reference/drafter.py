@@ -7,6 +7,7 @@ in every layer the keys of context and block are computed anew and concatenated.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kdtree_jax.config import DrafterConfig
 from kdtree_jax.reference import layers
@@ -23,7 +24,7 @@ def draft(
   context_features: np.ndarray,
   root_token: int,
   length: int,
-  dtype=np.float32,
+  dtype: DTypeLike = np.float32,
 ) -> np.ndarray:
   """Logits of the tokens that may follow the root.
 

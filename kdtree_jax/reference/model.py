@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.reference import attention as mla
@@ -40,7 +41,9 @@ class VerifyOutput(NamedTuple):
   tree_keys: np.ndarray  # [layers, N, R + P]
 
 
-def init_cache(config: ModelConfig, length: int, dtype=np.float32) -> np.ndarray:
+def init_cache(
+  config: ModelConfig, length: int, dtype: DTypeLike = np.float32
+) -> np.ndarray:
   """An empty latent cache [layers, length, R + P]."""
   return np.zeros((config.num_hidden_layers, length, config.cache_width), dtype)
 
@@ -54,7 +57,7 @@ def forward(
   positions: np.ndarray | None = None,
   taps: Sequence[int] = (),
   attention: Literal["absorbed", "naive"] = "absorbed",
-  dtype=np.float32,
+  dtype: DTypeLike = np.float32,
 ) -> ForwardOutput:
   """Causal forward pass over consecutive tokens: a prefill, or a part of one.
 
@@ -106,7 +109,7 @@ def verify(
   tree: Tree,
   *,
   taps: Sequence[int] = (),
-  dtype=np.float32,
+  dtype: DTypeLike = np.float32,
 ) -> VerifyOutput:
   """Forward pass over all nodes of a draft tree at once.
 
@@ -158,7 +161,7 @@ def _run(
   positions: np.ndarray,
   attend: Attend,
   taps: Sequence[int],
-  dtype,
+  dtype: DTypeLike,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The pre-norm residual stack around some attention: (logits, features)."""
   check_weights(weights, weight_shapes(config))
