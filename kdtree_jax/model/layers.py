@@ -1,0 +1,71 @@
+"""The small layers: RMSNorm, linear, SwiGLU. Parameters only, no state."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kdtree_jax.ops.matmul import matmul
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+  """RMSNorm as DeepSeek-V3's and Qwen3's published code rounds it.
+
+  Statistics in fp32; the normalised value is cast to `x.dtype` before it is
+  multiplied by the weight (multiplying first gives other bits).
+
+  Args:
+    x: [..., D].
+    weight: [D], of the same dtype.
+    eps: added to the mean square.
+  """
+  wide = x.astype(jnp.float32)
+  mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
+
+
+def silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """`silu(gate) * up`; silu in fp32 and rounded once, as torch does it."""
+  wide = gate.astype(jnp.float32)
+  return (wide * jax.nn.sigmoid(wide)).astype(gate.dtype) * up
+
+
+class RMSNorm(nnx.Module):
+  """See `rms_norm`."""
+
+  def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    self.weight = nnx.Param(jnp.ones((size,), dtype))
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return rms_norm(x, self.weight[...], self.eps)
+
+
+class Linear(nnx.Module):
+  """`x @ kernel` without bias; kernel [in, out]."""
+
+  def __init__(self, size_in: int, size_out: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(normal(rngs, (size_in, size_out), size_in, dtype))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return matmul(x, self.kernel[...])
+
+
+class SwiGLU(nnx.Module):
+  """`down(silu(gate(x)) * up(x))`, gate and up in one kernel [D, 2F]."""
+
+  def __init__(self, hidden: int, inner: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.gate_up = Linear(hidden, 2 * inner, dtype, rngs)
+    self.down = Linear(inner, hidden, dtype, rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+    return self.down(silu_times(gate, up))
+
+
+def normal(
+  rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: jnp.dtype
+) -> jax.Array:
+  """Initial values of variance 1 / fan_in."""
+  return (jax.random.normal(rngs.params(), shape) * fan_in**-0.5).astype(dtype)

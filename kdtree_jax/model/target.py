@@ -1,0 +1,198 @@
+"""The target: a DeepSeek-V3 / Kimi K2.x decoder in Flax NNX.
+
+The module holds parameters (and the RoPE table) and nothing else. Two forms of
+the forward pass exist: `step` runs rows of a draft tree over the latent cache
+and is the only form that decoding uses, whatever the method; `sequence` runs
+whole sequences without a cache, for training and scoring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kdtree_jax.config import ModelConfig
+from kdtree_jax.model.attention import MLA
+from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, normal
+from kdtree_jax.model.moe import MoE, Routing
+from kdtree_jax.ops.matmul import einsum
+from kdtree_jax.reference.rope import rope_table
+
+
+class RopeTable(nnx.Variable):
+  """cos or sin per position: a constant that travels with the parameters."""
+
+
+class Block(nnx.Module):
+  """Pre-norm block: `h += attention(norm(h)); h += ffn(norm(h))`."""
+
+  def __init__(
+    self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs
+  ):
+    D, eps = config.hidden_size, config.rms_norm_eps
+    self.is_moe = config.is_moe_layer(layer)
+    self.input_layernorm = RMSNorm(D, eps, dtype)
+    self.self_attn = MLA(config, dtype, rngs)
+    self.post_attention_layernorm = RMSNorm(D, eps, dtype)
+    if self.is_moe:
+      self.mlp = MoE(config, dtype, rngs)
+    else:
+      self.mlp = SwiGLU(D, config.intermediate_size, dtype, rngs)
+
+  def ffn(self, h: jax.Array, training: bool) -> tuple[jax.Array, Routing | None]:
+    x = self.post_attention_layernorm(h)
+    if self.is_moe:
+      out, routing = self.mlp(x, training)
+      return h + out, routing
+    return h + self.mlp(x), None
+
+
+class Target(nnx.Module):
+  """The language model that is decoded.
+
+  Attributes:
+    config: its ModelConfig.
+    dtype: of activations and parameters, float32 or bfloat16.
+    fingerprint: identifies the exact weights, or None where they are random or
+      in training. A drafter is bonded to one fingerprint.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    rngs: nnx.Rngs,
+    fingerprint: str | None = None,
+  ):
+    self.config = config
+    self.dtype = jnp.dtype(dtype)
+    self.fingerprint = fingerprint
+    V, D = config.vocab_size, config.hidden_size
+    self.embed_tokens = nnx.Param(normal(rngs, (V, D), D, dtype))
+    self.layers = nnx.List(
+      [Block(config, i, dtype, rngs) for i in range(config.num_hidden_layers)]
+    )
+    self.norm = RMSNorm(D, config.rms_norm_eps, dtype)
+    if not config.tie_word_embeddings:
+      self.lm_head = Linear(D, V, dtype, rngs)
+    self.set_rope_tables()
+
+  def set_rope_tables(self) -> None:
+    """Fills the cos and sin tables from the config."""
+    c = self.config
+    cos, sin = rope_table(
+      c.qk_rope_head_dim,
+      c.max_position_embeddings,
+      c.rope_theta,
+      c.rope_scaling,
+      c.rope_angle_dtype,
+      c.rope_amplitude,
+    )
+    self.cos = RopeTable(jnp.asarray(cos))
+    self.sin = RopeTable(jnp.asarray(sin))
+
+  def embed(self, tokens: jax.Array) -> jax.Array:
+    """i32 [...] -> [..., D] in `dtype`."""
+    return self.embed_tokens[...][tokens]
+
+  def head(self, hidden: jax.Array) -> jax.Array:
+    """Normed hidden states [..., D] -> f32 logits [..., V]."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if self.config.tie_word_embeddings:
+      logits = einsum("nd,vd->nv", rows, self.embed_tokens[...])
+    else:
+      logits = einsum("nd,dv->nv", rows, self.lm_head.kernel[...])
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+  def step(
+    self,
+    tokens: jax.Array,
+    ancestors: jax.Array,
+    depths: jax.Array,
+    cache_data: jax.Array,
+    lengths: jax.Array,
+    *,
+    feature_layers: Sequence[int] = (),
+    implementation: str = "auto",
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One forward pass over the rows of a draft tree.
+
+    Args:
+      tokens: i32 [B, N] token of each node.
+      ancestors: i32 [B, N, A] slot of the ancestor-or-self at each depth.
+      depths: i32 [B, N]; node n sits at absolute position lengths + depths[n].
+      cache_data: [layers, B, S, R + P] committed rows.
+      lengths: i32 [B] committed tokens.
+      feature_layers: layers after which the residual stream is tapped.
+      implementation: of the ops.
+
+    Returns:
+      (hidden [B, N, D] after the final norm, features [B, N, taps * D], tree
+      keys [layers, B, N, R + P]). `head(hidden)` gives the logits.
+    """
+    positions = lengths[:, None] + depths
+    cos, sin = self.cos[...], self.sin[...]
+    h = self.embed(tokens)
+    tapped, keys = {}, []
+    for i, block in enumerate(self.layers):
+      with jax.named_scope(f"layer_{i}"):
+        out, layer_keys = block.self_attn(
+          block.input_layernorm(h),
+          positions,
+          cos,
+          sin,
+          cache_data[i],
+          ancestors,
+          depths,
+          lengths,
+          implementation,
+        )
+        h, _ = block.ffn(h + out, training=False)
+      keys.append(layer_keys)
+      if i in feature_layers:
+        tapped[i] = h
+    return self.norm(h), _concat([tapped[i] for i in feature_layers], h), jnp.stack(keys)
+
+  def sequence(
+    self,
+    tokens: jax.Array,
+    *,
+    feature_layers: Sequence[int] = (),
+    flash: bool = False,
+  ) -> tuple[jax.Array, jax.Array, list[Routing]]:
+    """Whole sequences from position 0, causal, without a cache.
+
+    Args:
+      tokens: i32 [B, T].
+      feature_layers: as in `step`.
+      flash: as in `MLA.expanded`.
+
+    Returns:
+      (hidden [B, T, D] after the final norm, features [B, T, taps * D], the
+      routing of each MoE layer).
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cos, sin = self.cos[...], self.sin[...]
+    h = self.embed(tokens)
+    tapped, routings = {}, []
+    for i, block in enumerate(self.layers):
+      with jax.named_scope(f"layer_{i}"):
+        out, _ = block.self_attn.expanded(
+          block.input_layernorm(h), positions, cos, sin, flash
+        )
+        h, routing = block.ffn(h + out, training=True)
+      if routing is not None:
+        routings.append(routing)
+      if i in feature_layers:
+        tapped[i] = h
+    return self.norm(h), _concat([tapped[i] for i in feature_layers], h), routings
+
+
+def _concat(features: list[jax.Array], like: jax.Array) -> jax.Array:
+  if not features:
+    return jnp.zeros((*like.shape[:-1], 0), like.dtype)
+  return jnp.concatenate(features, axis=-1)

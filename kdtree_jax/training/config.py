@@ -1,0 +1,63 @@
+"""Settings of one training stage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kdtree_jax.config import ConfigError, _DictMixin
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(_DictMixin):
+  """Optimiser, schedule and bookkeeping of one stage.
+
+  Attributes:
+    steps: optimiser steps.
+    batch_size: sequences per step.
+    sequence_length: tokens per sequence.
+    learning_rate: peak of the schedule: linear warm-up, then cosine to zero.
+    warmup_steps: steps of the warm-up.
+    weight_decay: of AdamW, on matrices only.
+    clip_norm: gradients are scaled down to this global norm.
+    seed: of initial values and batches.
+    log_every: steps between lines of the metrics file.
+    eval_every: steps between evaluations on held-out text.
+    checkpoint_every: steps between checkpoints.
+    bias_update_rate: target only; step of the router's correction bias
+      (DeepSeek-V3, arXiv 2412.19437, section 4.2).
+    quantize_from: target only; share of the steps after which routed experts
+      train under fake int4 (1 for never).
+    anchors: drafter only; blocks per sequence.
+    loss_gamma: drafter only; position k weighs exp(-(k - 1) / gamma).
+  """
+
+  steps: int
+  batch_size: int
+  sequence_length: int
+  learning_rate: float
+  warmup_steps: int = 200
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0
+  seed: int = 0
+  log_every: int = 50
+  eval_every: int = 500
+  checkpoint_every: int = 1000
+  bias_update_rate: float = 1e-3
+  quantize_from: float = 0.7
+  anchors: int = 64
+  loss_gamma: float = 7.0
+
+  def __post_init__(self) -> None:
+    for field in (
+      "steps",
+      "batch_size",
+      "sequence_length",
+      "log_every",
+      "eval_every",
+      "checkpoint_every",
+      "anchors",
+    ):
+      if getattr(self, field) < 1:
+        raise ConfigError(f"{field} = {getattr(self, field)} must be 1 or more")
+    if not self.learning_rate > 0:
+      raise ConfigError(f"learning_rate = {self.learning_rate} must be positive")
