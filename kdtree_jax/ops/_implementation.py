@@ -26,7 +26,9 @@ def resolve(op: str, implementation: str) -> str:
     )
   if implementation == "cuda":
     raise NotImplementedError(
-      f"implementation='cuda' of {op}: this installation has no CUDA library; "
-      "use implementation='xla' or 'auto'"
+      f"implementation='cuda' of {op} needs the library of custom calls, which is "
+      "not part of this installation; it is built from the source tree, by an "
+      "install with nvcc (CUDA 13.0) on the PATH where that tree has a folder "
+      "custom_calls. implementation='xla' or 'auto' runs without it"
     )
   return "xla"

@@ -2,8 +2,8 @@
 
 The tables come from numpy in float64, rounded once (`rope_table`), so angles are
 the reference's at every position. The rotation rounds each product before the
-sum: without the barrier XLA would contract them into a fused multiply-add, whose
-bits differ from the reference's.
+sum, as numpy does; XLA's CPU and GPU compilers would otherwise contract both
+into a fused multiply-add.
 """
 
 from __future__ import annotations
@@ -57,6 +57,20 @@ def rope(
   else:
     first, second = wide[..., :half], wide[..., half:]
   c, s = cos[positions], sin[positions]
-  products = (first * c, second * s, second * c, first * s)
-  fc, ss, sc, fs = jax.lax.optimization_barrier(products)
-  return jnp.concatenate([fc - ss, sc + fs], axis=-1).astype(x.dtype)
+  rotated = (
+    _rounded_product(first, c) - _rounded_product(second, s),
+    _rounded_product(second, c) + _rounded_product(first, s),
+  )
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _rounded_product(x: jax.Array, y: jax.Array) -> jax.Array:
+  """x * y in a form that no compiler contracts with a sum around it.
+
+  A select stands between product and sum. Its condition is false for NaN only,
+  where both branches are NaN, so the value is always that of the product. The
+  obvious tools do not do it on every release: `optimization_barrier` is dropped
+  before code generation by the CPU compiler of jaxlib 0.10, `reduce_precision`
+  to fp32 and a bitcast to integers and back are simplified away.
+  """
+  return jnp.where(x == x, x * y, x)

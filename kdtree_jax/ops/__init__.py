@@ -1,0 +1,27 @@
+"""The operations of a decode round, batched and jittable.
+
+Each takes `implementation="auto" | "xla" | "cuda"`: "auto" picks what is built for
+the platform, a name forces it. `kdtree_jax.reference` holds the same names in
+numpy, for one sequence.
+"""
+
+from __future__ import annotations
+
+from kdtree_jax.ops.accept_tree import accept_tree
+from kdtree_jax.ops.build_tree import build_tree, chain_tree, tree_from_table
+from kdtree_jax.ops.compaction import compact
+from kdtree_jax.ops.grouped_matmul import grouped_matmul
+from kdtree_jax.ops.rope import rope, rope_table
+from kdtree_jax.ops.tree_attention import tree_attention
+
+__all__ = [
+  "accept_tree",
+  "build_tree",
+  "chain_tree",
+  "compact",
+  "grouped_matmul",
+  "rope",
+  "rope_table",
+  "tree_attention",
+  "tree_from_table",
+]

@@ -1,0 +1,75 @@
+"""The longest path of a draft tree that the target would have written itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kdtree_jax.ops import _implementation
+from kdtree_jax.tree import ROOT, Tree
+
+
+def accept_tree(
+  tree: Tree,
+  target_tokens: jax.Array,
+  max_depth: int,
+  *,
+  implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Walks from the root along the target's choices until the tree has no such child.
+
+  Exact for greedy and sampled targets alike, as long as the token at a slot was
+  chosen given the path to that slot (liranringel/ddtree: ddtree.py; SpecInfer, arXiv
+  2305.09781). Of several children with the chosen token, which a built tree never
+  has, the one in the lowest slot counts. Padding is never accepted.
+
+  Args:
+    tree: trees of B sequences and N slots.
+    target_tokens: i32[B, N], the token that the target chose at each slot, that
+      is, after the path from the root to that slot.
+    max_depth: static; most drafts to accept.
+    implementation: "auto", "xla" or "cuda".
+
+  Returns:
+    path i32[B, max_depth + 1], accepted slots from the root, -1 padded;
+    length i32[B], accepted slots, the root included; bonus i32[B], the target's
+    token after them.
+
+  Raises:
+    ValueError: shapes differ, or `max_depth` is negative.
+    NotImplementedError: "cuda" without the CUDA library.
+  """
+  _implementation.resolve("accept_tree", implementation)
+  if tree.token_ids.shape != target_tokens.shape:
+    raise ValueError(
+      f"target_tokens {target_tokens.shape} must have the tree's shape [B, N] = "
+      f"{tree.token_ids.shape}"
+    )
+  if max_depth < 0:
+    raise ValueError(f"max_depth = {max_depth} is not allowed: it must be 0 or more")
+  B, N = target_tokens.shape
+  slots = jnp.arange(N, dtype=jnp.int32)
+  # [B, parent, child]: does the child carry what the target chose at the parent?
+  follows = (tree.parents[:, None, :] == slots[:, None]) & (
+    tree.token_ids[:, None, :] == target_tokens[:, :, None]
+  )
+  follows &= slots < tree.size[:, None, None]
+  # The end of a walk is slot N, which follows itself.
+  step = jnp.min(jnp.where(follows, slots, N), axis=2)
+  step = jnp.pad(step, ((0, 0), (0, 1)), constant_values=N)
+  path = jnp.full((B, 1), ROOT, jnp.int32)
+  # Pointer doubling: `step` leads as many slots down as `path` is long.
+  while path.shape[1] <= max_depth:
+    path = jnp.concatenate([path, _pick(step, path)], axis=1)
+    step = _pick(step, step)
+  path = path[:, : max_depth + 1]
+  accepted = path < N
+  length = jnp.sum(accepted, axis=1, dtype=jnp.int32)
+  last = _pick(path, length[:, None] - 1)
+  bonus = _pick(target_tokens, last)[:, 0]
+  return jnp.where(accepted, path, -1), length, bonus
+
+
+def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
+  """x [B, M], index i32[B, K] -> [B, K]."""
+  return jnp.take_along_axis(x, index, axis=1, mode="clip")

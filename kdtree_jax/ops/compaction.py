@@ -1,0 +1,76 @@
+"""Commits the keys of the accepted path to the latent cache.
+
+A scatter, and nothing else: slicing or gathering from the cache, writing the
+result back with `dynamic_update_slice` and reshaping afterwards reads rows that
+were overwritten already, in programs compiled for the CPU (openxla/xla#49176).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def compact(
+  cache: jax.Array,
+  tree_keys: jax.Array,
+  path: jax.Array,
+  length: jax.Array,
+  start: jax.Array,
+) -> jax.Array:
+  """Writes the accepted slots' keys to consecutive positions of the cache.
+
+  With the cache donated, or carried by a loop, the update is in place.
+
+  Args:
+    cache: [layers, B, S, W], keys by absolute position.
+    tree_keys: [layers, B, N, W], keys of the trees' slots, of the same dtype.
+    path: i32[B, A], accepted slots from the root, -1 padded.
+    length: i32[B], accepted slots, 0 .. A.
+    start: i32[B], absolute position of the root, 0 or more.
+
+  Returns:
+    The cache with `tree_keys[:, b, path[b, i]]` at position `start[b] + i` for
+    i < length[b]. Positions from S on are dropped; nothing else changes.
+
+  Raises:
+    ValueError: shapes or dtypes disagree.
+  """
+  _check(cache, tree_keys, path, length, start)
+  B, S = cache.shape[1:3]
+  i = jnp.arange(path.shape[1])
+  position = start[:, None] + i
+  kept = (i < length[:, None]) & (position < S)
+  # Rows to drop get positions beyond the end, all distinct: that the indices are
+  # unique spares the GPU its atomics.
+  position = jnp.where(kept, position, S + i)
+  slots = jnp.maximum(path, 0)[None, :, :, None]
+  keys = jnp.take_along_axis(tree_keys, slots, axis=2, mode="clip")
+  return cache.at[:, jnp.arange(B)[:, None], position].set(
+    keys, mode="drop", unique_indices=True
+  )
+
+
+def _check(
+  cache: jax.Array,
+  tree_keys: jax.Array,
+  path: jax.Array,
+  length: jax.Array,
+  start: jax.Array,
+) -> None:
+  if cache.ndim != 4 or tree_keys.ndim != 4 or cache.dtype != tree_keys.dtype:
+    raise ValueError(
+      f"cache {cache.shape} {cache.dtype} must be [layers, B, S, W], and tree_keys "
+      f"{tree_keys.shape} {tree_keys.dtype} [layers, B, N, W] of the same dtype"
+    )
+  layers, B, _, W = cache.shape
+  if (tree_keys.shape[0], tree_keys.shape[1], tree_keys.shape[3]) != (layers, B, W):
+    raise ValueError(
+      f"tree_keys {tree_keys.shape} must be [{layers}, {B}, N, {W}], like the cache "
+      f"{cache.shape}"
+    )
+  if path.shape[:-1] != (B,) or not length.shape == start.shape == (B,):
+    raise ValueError(
+      f"path {path.shape} must be [{B}, A], length {length.shape} and start "
+      f"{start.shape} must be [{B}]"
+    )
