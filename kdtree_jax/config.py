@@ -43,7 +43,7 @@ def _one_of(config: object, field: str, allowed: tuple[object, ...]) -> None:
   _check(value in allowed, field, value, f"it must be one of {allowed}")
 
 
-class _DictMixin:
+class DictMixin:
   """Reads a configuration from a plain mapping, and writes it back."""
 
   @classmethod
@@ -88,7 +88,7 @@ class _DictMixin:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnConfig(_DictMixin):
+class YarnConfig(DictMixin):
   """YaRN context extension (arXiv 2309.00071), as DeepSeek-V3 uses it.
 
   Attributes:
@@ -121,7 +121,7 @@ class YarnConfig(_DictMixin):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(_DictMixin):
+class ModelConfig(DictMixin):
   """A DeepSeek-V3 / Kimi K2.x target: MLA attention and mixture of experts.
 
   Attributes (those that are not Hugging Face's, or that need a word):
@@ -289,7 +289,7 @@ class ModelConfig(_DictMixin):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterConfig(_DictMixin):
+class DrafterConfig(DictMixin):
   """A DFlash block-diffusion drafter (arXiv 2602.06036).
 
   Attributes (those that are not Qwen3's, or that need a word):
@@ -397,7 +397,7 @@ class DrafterConfig(_DictMixin):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeConfig(_DictMixin):
+class TreeConfig(DictMixin):
   """Size of a draft tree.
 
   Attributes:
@@ -423,7 +423,7 @@ class TreeConfig(_DictMixin):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeConfig(_DictMixin):
+class DecodeConfig(DictMixin):
   """How prompts are decoded.
 
   Attributes:

@@ -1,14 +1,20 @@
-"""Settings of one training stage."""
+"""Settings of training: one stage, and a whole experiment."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from kdtree_jax.config import ConfigError, _DictMixin
+from kdtree_jax.config import (
+  ConfigError,
+  DecodeConfig,
+  DictMixin,
+  DrafterConfig,
+  ModelConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(_DictMixin):
+class TrainConfig(DictMixin):
   """Optimiser, schedule and bookkeeping of one stage.
 
   Attributes:
@@ -61,3 +67,51 @@ class TrainConfig(_DictMixin):
         raise ConfigError(f"{field} = {getattr(self, field)} must be 1 or more")
     if not self.learning_rate > 0:
       raise ConfigError(f"learning_rate = {self.learning_rate} must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(DictMixin):
+  """Text that the target writes for its drafter.
+
+  Attributes:
+    sequences: how many.
+    prompt_length: tokens of corpus text that each starts from.
+    sequence_length: tokens per sequence, prompt included.
+    temperatures: sequence i is sampled at `temperatures[i % len]`.
+    batch_size: sequences per compiled call.
+    seed: of prompts and sampling.
+  """
+
+  sequences: int
+  prompt_length: int
+  sequence_length: int
+  temperatures: tuple[float, ...]
+  batch_size: int
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    if not 0 < self.prompt_length < self.sequence_length:
+      raise ConfigError(
+        f"prompt_length = {self.prompt_length} must lie between 1 and "
+        f"sequence_length = {self.sequence_length} (exclusive)"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+  """What a file in `configs/` returns from `get_config()`.
+
+  Attributes:
+    model: the target.
+    drafter: its drafter, or None.
+    decode: defaults of decoding.
+    target_train, generate, drafter_train: the training stages, or None where
+      the configuration is not trained here.
+  """
+
+  model: ModelConfig
+  drafter: DrafterConfig | None = None
+  decode: DecodeConfig = DecodeConfig()
+  target_train: TrainConfig | None = None
+  generate: GenerateConfig | None = None
+  drafter_train: TrainConfig | None = None

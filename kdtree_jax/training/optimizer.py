@@ -54,8 +54,14 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def init_state(
   params: Params, extra: Params, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  zero = jnp.zeros((), jnp.int32)
-  return TrainState(params, extra, optimizer.init(params), zero, zero)
+  """The state before the first step (each leaf a buffer of its own, for donation)."""
+  return TrainState(
+    params,
+    extra,
+    optimizer.init(params),
+    step=jnp.zeros((), jnp.int32),
+    skipped=jnp.zeros((), jnp.int32),
+  )
 
 
 def apply_gradients(
