@@ -16,8 +16,12 @@ def widen(x: np.ndarray) -> np.ndarray:
 
 
 def linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-  """`x [..., in] @ weight [out, in].T`, in the dtype of `x`."""
-  return x @ weight.astype(x.dtype, copy=False).T
+  """`x [..., in] @ weight [out, in].T`, both in the dtype of `x`.
+
+  Sums are formed in at least float32 and rounded once to the dtype of `x`.
+  """
+  weight = weight.astype(x.dtype, copy=False)
+  return (widen(x) @ widen(weight).T).astype(x.dtype, copy=False)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -26,7 +26,8 @@ def top_p_filter(scaled: np.ndarray, top_p: float) -> np.ndarray:
   if top_p >= 1:
     return scaled
   order = np.argsort(-scaled, kind="stable")
-  mass = np.cumsum(layers.softmax(scaled)[order])
+  with np.errstate(invalid="ignore"):  # NaN and +inf: the caller drops the choice.
+    mass = np.cumsum(layers.softmax(scaled)[order])
   before = np.concatenate([[0], mass[:-1]])
   kept = order[before < top_p]
   filtered = np.full_like(scaled, -np.inf)
