@@ -1,0 +1,1 @@
+"""Drafters: the interface, DFlash, and two that need no training."""
