@@ -1,0 +1,77 @@
+"""Models across the edge of a compiled program: arrays outside, structure static."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+Arrays = Any
+OnCompile = Callable[[str, float], None]
+
+# Executables by what they were specialised for. Tracing a large model again for
+# every call would cost more than a short decode.
+_EXECUTABLES: dict[Any, Callable[..., Any]] = {}
+
+
+def split(module: Any) -> tuple[Any, Arrays]:
+  """A model or drafter as (hashable structure, arrays); None is (None, ()).
+
+  Args:
+    module: an `nnx.Module`, a pytree of arrays, or None.
+  """
+  if module is None:
+    return None, ()
+  if isinstance(module, nnx.Module):
+    return nnx.split(module)
+  leaves, structure = jax.tree.flatten(module)
+  return structure, leaves
+
+
+def merge(static: Any, arrays: Arrays) -> Any:
+  """The inverse of `split`, also inside a traced function."""
+  if static is None:
+    return None
+  if isinstance(static, jax.tree_util.PyTreeDef):
+    return jax.tree.unflatten(static, arrays)
+  return nnx.merge(static, arrays)
+
+
+def compiled(
+  name: str,
+  function: Callable[..., Any],
+  static: tuple[Any, ...],
+  args: tuple[Any, ...],
+  donate: int,
+  on_compile: OnCompile | None,
+) -> Callable[..., Any]:
+  """The executable of `function(*static, *args)`, compiled at most once.
+
+  Args:
+    name: for messages.
+    function: pure; takes the static arguments first.
+    static: hashable values.
+    args: arrays that show shapes, dtypes and structure.
+    donate: index in `args` of the argument whose buffers are given up.
+    on_compile: told the name and the seconds that compilation took.
+
+  Returns:
+    A function of `args` alone.
+  """
+  leaves, structure = jax.tree.flatten(args)
+  shapes = tuple((x.shape, jax.numpy.dtype(x.dtype)) for x in leaves)
+  key = (function, static, structure, shapes)
+  if key not in _EXECUTABLES:
+    start = time.perf_counter()
+    jitted = jax.jit(
+      function,
+      static_argnums=tuple(range(len(static))),
+      donate_argnums=len(static) + donate,
+    )
+    _EXECUTABLES[key] = jitted.lower(*static, *args).compile()
+    if on_compile is not None:
+      on_compile(name, time.perf_counter() - start)
+  return _EXECUTABLES[key]

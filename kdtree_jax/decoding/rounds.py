@@ -1,0 +1,227 @@
+"""One round of decoding, and the compiled loop of many rounds.
+
+Plain decoding, a chain and a tree run the same `verify_step`: only the tree
+differs (the root alone, a path, or a tree). The step stands behind optimization
+barriers so that the compiler sees the same computation in each of these
+programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kdtree_jax.decoding.sampling import NO_TOKEN, Sampler
+from kdtree_jax.decoding.state import (
+  DecodeState,
+  Limits,
+  RoundTrace,
+  emit,
+  end_full_or_failed,
+)
+from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.model.target import Target
+from kdtree_jax.ops.accept_tree import accept_tree
+from kdtree_jax.ops.build_tree import build_tree, chain_tree
+from kdtree_jax.ops.compaction import compact
+from kdtree_jax.tree import Tree, ancestors
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What one compiled program is specialised for.
+
+  Attributes:
+    method: "plain", "chain" or "ddtree".
+    rows: rows per sequence of the verify step.
+    depth: deepest draft, 0 for "plain".
+    chunk_rounds: rounds per call at most.
+    trace: keep a `RoundTrace` of each round.
+    implementation: of the ops.
+  """
+
+  method: str
+  rows: int
+  depth: int
+  chunk_rounds: int
+  trace: bool
+  implementation: str
+
+
+def verify_step(
+  target: Target,
+  cache: LatentCache,
+  tree: Tree,
+  max_depth: int,
+  feature_layers: tuple[int, ...],
+  implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The target's forward pass over a tree.
+
+  Args:
+    target: the model.
+    cache: committed tokens; the root sits at position `cache.lengths`.
+    tree: N slots.
+    max_depth: static bound of the tree's depths.
+    feature_layers: taps.
+    implementation: of the ops.
+
+  Returns:
+    (logits f32 [B, N, V], features [B, N, taps * D], keys [layers, B, N, R + P]).
+  """
+  inputs = (tree.token_ids, ancestors(tree, max_depth), tree.depths)
+  inputs, data = jax.lax.optimization_barrier((inputs, cache.data))
+  hidden, features, keys = target.step(
+    *inputs,
+    data,
+    cache.lengths,
+    feature_layers=feature_layers,
+    implementation=implementation,
+  )
+  return jax.lax.optimization_barrier((target.head(hidden), features, keys))
+
+
+def one_round(
+  target: Target,
+  drafter: Any,
+  state: DecodeState,
+  sampler: Sampler,
+  limits: Limits,
+  program: Program,
+) -> tuple[DecodeState, RoundTrace | None]:
+  """Draft, build, verify, accept, commit."""
+  lengths = state.cache.lengths
+  with jax.named_scope("draft"):
+    tree, draft_logits = _propose(target, drafter, state, limits, program)
+  with jax.named_scope("verify"):
+    taps = () if drafter is None else tuple(drafter.feature_layers)
+    logits, features, keys = verify_step(
+      target, state.cache, tree, program.depth, taps, program.implementation
+    )
+  with jax.named_scope("accept"):
+    choices = sampler.choose(
+      logits, state.sequence_ids, lengths + 1, tree.depths, program.depth
+    )
+    path, length, bonus = accept_tree(
+      tree, choices, program.depth, implementation=program.implementation
+    )
+  with jax.named_scope("commit"):
+    running = state.running
+    length = jnp.where(running, length, 0)
+    slots = jnp.maximum(path, 0)
+    path_tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
+    data = compact(state.cache.data, keys, path, length, lengths)
+    drafter_state = state.drafter
+    if drafter is not None:
+      path_features = jnp.take_along_axis(features, slots[:, :, None], axis=1)
+      drafter_state = drafter.observe(
+        target, drafter_state, path_tokens, path_features, lengths, length
+      )
+    # The slot at index i of the path chose the token at index i of the new text:
+    # the accepted drafts, and behind them the bonus.
+    index = jnp.arange(path.shape[1])
+    new_tokens = jnp.where(
+      index == (length - 1)[:, None], bonus[:, None], jnp.roll(path_tokens, -1, axis=1)
+    )
+    new_logits = jnp.take_along_axis(logits, slots[:, :, None], axis=1)
+    failed = bonus == NO_TOKEN
+    count = length - (failed & running)
+    state = dataclasses.replace(
+      state,
+      cache=LatentCache(data, lengths + length),
+      drafter=drafter_state,
+    )
+    state, kept = emit(state, new_tokens, new_logits, count, limits)
+    state = _count_round(state, running, kept)
+    state = end_full_or_failed(state, failed, limits)
+  if not program.trace:
+    return state, None
+  return state, RoundTrace(tree, draft_logits, path, length, lengths)
+
+
+def _propose(
+  target: Target,
+  drafter: Any,
+  state: DecodeState,
+  limits: Limits,
+  program: Program,
+) -> tuple[Tree, jax.Array]:
+  """The round's tree and the drafter's logits [B, L, V] (L = 0 for plain)."""
+  B, V = state.root.shape[0], target.config.vocab_size
+  if program.method == "plain":
+    tree = Tree.root_only(state.root, program.rows)
+    return tree, jnp.zeros((B, 0, V), jnp.float32)
+  lengths = state.cache.lengths
+  logits = drafter.draft(target, state.drafter, state.root, lengths, state.sequence_ids)
+  logits = logits[:, : program.depth]
+  # A node needs a free row of the cache at its own position.
+  depth_left = limits.capacity - 1 - lengths
+  if program.method == "chain":
+    limit = jnp.minimum(limits.budget, depth_left)
+    return chain_tree(logits, state.root, rows=program.rows, limit=limit), logits
+  tree = build_tree(
+    logits,
+    state.root,
+    program.rows - 1,
+    rows=program.rows,
+    limit=jnp.broadcast_to(limits.budget, (B,)),
+    max_depth=depth_left,
+    implementation=program.implementation,
+  )
+  return tree, logits
+
+
+def _count_round(
+  state: DecodeState, running: jax.Array, kept: jax.Array
+) -> DecodeState:
+  """Notes how many tokens the round committed, where it committed any."""
+  counted = running & (kept > 0)
+  B, M = state.accepted.shape
+  place = jnp.where(counted, state.rounds, M)
+  accepted = state.accepted.at[jnp.arange(B), place].set(kept, mode="drop")
+  return dataclasses.replace(
+    state, accepted=accepted, rounds=state.rounds + counted.astype(jnp.int32)
+  )
+
+
+def run_rounds(
+  target: Target,
+  drafter: Any,
+  state: DecodeState,
+  sampler: Sampler,
+  limits: Limits,
+  program: Program,
+) -> tuple[DecodeState, RoundTrace | None, jax.Array]:
+  """Up to `program.chunk_rounds` rounds, fewer where all slots have ended.
+
+  Returns:
+    (state, traces with a leading axis [chunk_rounds] or None, i32 [] rounds run).
+  """
+  traces = None
+  if program.trace:
+    shapes = jax.eval_shape(
+      lambda s: one_round(target, drafter, s, sampler, limits, program)[1], state
+    )
+    traces = jax.tree.map(
+      lambda x: jnp.zeros((program.chunk_rounds, *x.shape), x.dtype), shapes
+    )
+
+  def goes_on(carry) -> jax.Array:
+    state, _, r = carry
+    return (r < program.chunk_rounds) & jnp.any(state.running)
+
+  def body(carry):
+    state, traces, r = carry
+    state, trace = one_round(target, drafter, state, sampler, limits, program)
+    if program.trace:
+      traces = jax.tree.map(
+        lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, r, 0),
+        traces,
+        trace,
+      )
+    return state, traces, r + 1
+
+  return jax.lax.while_loop(goes_on, body, (state, traces, jnp.zeros((), jnp.int32)))
