@@ -67,11 +67,11 @@ def get_config() -> Experiment:
     ),
     decode=DecodeConfig(method="ddtree", budget=15, max_new_tokens=128),
     target_train=TrainConfig(
-      steps=9000,
+      steps=5200,
       batch_size=64,
       sequence_length=1024,
       learning_rate=2e-3,
-      eval_every=1000,
+      eval_every=1300,
       checkpoint_every=100_000,
     ),
     generate=GenerateConfig(

@@ -108,3 +108,17 @@ def _from_config_dict(base: Any, values: Any) -> Any:
 
 def _nested(value: Any) -> bool:
   return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def enable_compilation_cache() -> None:
+  """Keeps compiled programs on disk, so that a second start does not compile.
+
+  The folder is `$JAX_COMPILATION_CACHE_DIR`, else `~/.cache/kdtree_jax/xla`.
+  """
+  import jax
+
+  if jax.config.jax_compilation_cache_dir is None:
+    folder = Path.home() / ".cache" / "kdtree_jax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -72,7 +72,7 @@ def prefill_chunk(
     size=count,
   )
   logits, features, keys = verify_step(
-    target, state.cache, tree, C - 1, feature_layers, implementation
+    target, state.cache, tree, feature_layers, implementation
   )
   path = jnp.broadcast_to(slots, (B, C))
   data = compact(state.cache.data, keys, path, count, lengths)

@@ -55,7 +55,6 @@ def verify_step(
   target: Target,
   cache: LatentCache,
   tree: Tree,
-  max_depth: int,
   feature_layers: tuple[int, ...],
   implementation: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -65,14 +64,14 @@ def verify_step(
     target: the model.
     cache: committed tokens; the root sits at position `cache.lengths`.
     tree: N slots.
-    max_depth: static bound of the tree's depths.
     feature_layers: taps.
     implementation: of the ops.
 
   Returns:
     (logits f32 [B, N, V], features [B, N, taps * D], keys [layers, B, N, R + P]).
   """
-  inputs = (tree.token_ids, ancestors(tree, max_depth), tree.depths)
+  # As many ancestors as rows, not as the method's depth: one shape for all methods.
+  inputs = (tree.token_ids, ancestors(tree, tree.rows - 1), tree.depths)
   inputs, data = jax.lax.optimization_barrier((inputs, cache.data))
   hidden, features, keys = target.step(
     *inputs,
@@ -99,7 +98,7 @@ def one_round(
   with jax.named_scope("verify"):
     taps = () if drafter is None else tuple(drafter.feature_layers)
     logits, features, keys = verify_step(
-      target, state.cache, tree, program.depth, taps, program.implementation
+      target, state.cache, tree, taps, program.implementation
     )
   with jax.named_scope("accept"):
     choices = sampler.choose(

@@ -93,7 +93,7 @@ class MLA(nnx.Module):
     c = self.config
     nope, pe = self.queries(x, positions, cos, sin)
     keys = self.latents(x, positions, cos, sin)
-    absorbed = einsum("bnhc,hcr->bnhr", nope, self.k_up[...]).astype(x.dtype)
+    absorbed = einsum("bnhc,hcr->bnhr", nope, self.k_up[...], x.dtype)
     out = tree_attention(
       jnp.concatenate([absorbed, pe], axis=-1),
       cache,
@@ -105,7 +105,7 @@ class MLA(nnx.Module):
       value_dim=c.kv_lora_rank,
       implementation=implementation,
     )
-    heads = einsum("bnhr,hre->bnhe", out, self.v_up[...]).astype(x.dtype)
+    heads = einsum("bnhr,hre->bnhe", out, self.v_up[...], x.dtype)
     return self.o_proj(heads.reshape(*x.shape[:-1], -1)), keys
 
   def expanded(
@@ -133,8 +133,8 @@ class MLA(nnx.Module):
     nope, pe = self.queries(x, positions, cos, sin)
     rows = self.latents(x, positions, cos, sin)
     latent, k_pe = jnp.split(rows, [c.kv_lora_rank], axis=-1)
-    k_nope = einsum("btr,hcr->bthc", latent, self.k_up[...]).astype(x.dtype)
-    values = einsum("btr,hre->bthe", latent, self.v_up[...]).astype(x.dtype)
+    k_nope = einsum("btr,hcr->bthc", latent, self.k_up[...], x.dtype)
+    values = einsum("btr,hre->bthe", latent, self.v_up[...], x.dtype)
     q = jnp.concatenate([nope, pe], axis=-1)
     k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
     k = jnp.concatenate([k_nope, k_pe], axis=-1)
@@ -149,5 +149,5 @@ class MLA(nnx.Module):
       s = einsum("bqhd,bkhd->bhqk", q, k) * c.softmax_scale
       s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -jnp.inf)
       p = jax.nn.softmax(s, axis=-1).astype(x.dtype)
-      out = einsum("bhqk,bkhe->bqhe", p, values).astype(x.dtype)
+      out = einsum("bhqk,bkhe->bqhe", p, values, x.dtype)
     return self.o_proj(out.reshape(*x.shape[:-1], -1)), rows

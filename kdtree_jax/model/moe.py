@@ -119,7 +119,7 @@ class Experts(nnx.Module):
     E, F = self.config.n_routed_experts, self.config.moe_intermediate_size
     h = matmul(x, self.gate_up[...].reshape(D, -1)).reshape(T, E, 2 * F)
     h = silu_times(h[..., :F], h[..., F:])
-    out = einsum("tef,efd->etd", h, self.down[...]).astype(x.dtype)
+    out = einsum("tef,efd->etd", h, self.down[...], x.dtype)
     return out[routing.experts, jnp.arange(T)[:, None]]
 
   def _one_row(self, x: jax.Array, routing: Routing) -> jax.Array:

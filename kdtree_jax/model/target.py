@@ -152,6 +152,9 @@ class Target(nnx.Module):
           implementation,
         )
         h, _ = block.ffn(h + out, training=False)
+      # Whether a layer is tapped must not change how it is compiled, or plain
+      # decoding (no taps) and speculation would differ in their last bits.
+      h, layer_keys = jax.lax.optimization_barrier((h, layer_keys))
       keys.append(layer_keys)
       if i in feature_layers:
         tapped[i] = h

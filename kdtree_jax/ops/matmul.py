@@ -7,47 +7,42 @@ exact, and keeps a row's bits independent of its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 
-def _by_platform(
-  product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, w: jax.Array
+def einsum(
+  spec: str, x: jax.Array, w: jax.Array, out_dtype: jnp.dtype = jnp.float32
 ) -> jax.Array:
-  if x.dtype == w.dtype == jnp.float32:
-    return product(x, w)
-  return jax.lax.platform_dependent(
-    x,
-    w,
-    cpu=lambda x, w: product(x.astype(jnp.float32), w.astype(jnp.float32)),
-    default=product,
-  )
-
-
-def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
   """`jnp.einsum` of two operands in true fp32 (no TF32), accumulated in fp32.
 
   Args:
     spec: subscripts of a contraction of two operands.
     x: first operand, f32 or bf16.
     w: second operand, of the same dtype.
-
-  Returns:
-    The f32 result, not rounded to the operands' dtype.
+    out_dtype: dtype that the fp32 sums are rounded to, once.
   """
 
   def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    wide = x.dtype == jnp.float32
     return jnp.einsum(
       spec,
       x,
       w,
       precision=jax.lax.Precision.HIGHEST,
-      preferred_element_type=jnp.float32,
+      preferred_element_type=jnp.float32 if wide else out_dtype,
     )
 
-  return _by_platform(product, x, w)
+  if x.dtype == w.dtype == jnp.float32:
+    return product(x, w)
+  return jax.lax.platform_dependent(
+    x,
+    w,
+    cpu=lambda x, w: product(x.astype(jnp.float32), w.astype(jnp.float32)).astype(
+      out_dtype
+    ),
+    default=product,
+  )
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -61,5 +56,5 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     [..., M] in `x.dtype`.
   """
   rows = x.reshape(-1, x.shape[-1])
-  out = einsum("nk,km->nm", rows, w).astype(x.dtype)
+  out = einsum("nk,km->nm", rows, w, x.dtype)
   return out.reshape(*x.shape[:-1], w.shape[-1])

@@ -30,9 +30,7 @@ HELD_OUT_SEQUENCES = 512
 
 def compute_dtype() -> jnp.dtype:
   """bf16 on an accelerator; fp32 on a CPU, which has no bf16 units to gain from."""
-  return jnp.dtype(
-    jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-  )
+  return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def train_target(
@@ -50,9 +48,7 @@ def train_target(
     The path of the checkpoint: routed experts int4, the rest bf16.
   """
   config = _stage(experiment.target_train, "target_train")
-  stage = TargetStage(
-    experiment.model, config, make_optimizer(config), compute_dtype()
-  )
+  stage = TargetStage(experiment.model, config, make_optimizer(config), compute_dtype())
   quantize_from = int(config.quantize_from * config.steps)
   steps = {q: stage.step_fn(quantized=q) for q in (False, True)}
   evals = {q: stage.eval_fn(quantized=q) for q in (False, True)}

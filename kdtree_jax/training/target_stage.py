@@ -65,9 +65,7 @@ class TargetStage:
     """
     if quantized:
       params = fake_int4_experts(params, self.dense_experts)
-    model = nnx.merge(
-      self.graph, cast_params(params, self.dtype), bias, self.constants
-    )
+    model = nnx.merge(self.graph, cast_params(params, self.dtype), bias, self.constants)
     hidden, _, routings = model.sequence(tokens[:, :-1], flash=self.flash)
     logits = model.head(hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -124,9 +122,7 @@ def cast_params(params, dtype: jnp.dtype):
   return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def sample_windows(
-  step: jax.Array, data: jax.Array, config: TrainConfig
-) -> jax.Array:
+def sample_windows(step: jax.Array, data: jax.Array, config: TrainConfig) -> jax.Array:
   """Random windows i32 [B, T + 1] of the token stream, a function of the step."""
   key = jax.random.fold_in(jax.random.key(config.seed), step)
   last = data.shape[0] - config.sequence_length - 1

@@ -1,0 +1,41 @@
+"""Checkpoints: the KDTR container, int4 experts, and whole models in a file."""
+
+from __future__ import annotations
+
+from kdtree_jax.checkpoint.int4 import Int4Tensor, dequantize, quantize
+from kdtree_jax.checkpoint.kdtr import (
+  KdtrError,
+  KdtrFile,
+  TensorInfo,
+  open_kdtr,
+  write,
+)
+from kdtree_jax.checkpoint.load import load_checkpoint
+from kdtree_jax.checkpoint.state_dict import (
+  expected_shapes,
+  read_drafter,
+  read_kind,
+  read_target,
+  read_tokenizer_json,
+  save_drafter,
+  save_target,
+)
+
+__all__ = [
+  "Int4Tensor",
+  "KdtrError",
+  "KdtrFile",
+  "TensorInfo",
+  "dequantize",
+  "expected_shapes",
+  "load_checkpoint",
+  "open_kdtr",
+  "quantize",
+  "read_drafter",
+  "read_kind",
+  "read_target",
+  "read_tokenizer_json",
+  "save_drafter",
+  "save_target",
+  "write",
+]

@@ -1,0 +1,54 @@
+"""Checkpoints to models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+
+from kdtree_jax.checkpoint.state_dict import read_drafter, read_kind, read_target
+from kdtree_jax.drafter.dflash import DFlash
+from kdtree_jax.model import Target, target_from_state_dict
+
+DTYPES = ("float32", "bfloat16")
+
+
+def load_checkpoint(
+  path: str | os.PathLike[str],
+  dtype: Literal["float32", "bfloat16"] = "bfloat16",
+  expert_dtype: Literal["as_stored"] = "as_stored",
+) -> Target | DFlash:
+  """Loads the target or the drafter that a KDTR file holds.
+
+  Args:
+    path: a file written by `save_target` or `save_drafter`.
+    dtype: of activations and parameters. Stored values, quantised ones too, are
+      read exactly under float32 and rounded once under bfloat16.
+    expert_dtype: "as_stored" gives the routed experts the values that the file
+      holds, as `dtype`.
+
+  Raises:
+    FileNotFoundError: no such file.
+    KdtrError: the file is damaged or does not hold a model.
+    ValueError: an argument is not one of the allowed values.
+  """
+  if dtype not in DTYPES:
+    raise ValueError(f"dtype = {dtype!r} is not allowed: it must be one of {DTYPES}")
+  if expert_dtype != "as_stored":
+    raise ValueError(
+      f"expert_dtype = {expert_dtype!r} is not allowed: it must be 'as_stored'"
+    )
+  path = Path(path)
+  if path.is_dir():
+    raise ValueError(f"path = {path} is a folder; a KDTR file is expected")
+  if not path.exists():
+    raise FileNotFoundError(f"path = {path} does not exist")
+  if read_kind(path) == "target":
+    config, weights, fingerprint = read_target(path)
+    return target_from_state_dict(
+      config, weights, dtype=jnp.dtype(dtype), fingerprint=fingerprint
+    )
+  config, weights, _ = read_drafter(path)
+  return DFlash.from_state_dict(config, weights, jnp.dtype(dtype))

@@ -1,0 +1,287 @@
+"""`kdtree-decode`: continue prompts by plain, chain or tree decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from kdtree_jax.cli import flags as cli_flags
+from kdtree_jax.cli import prompts as prompt_files
+from kdtree_jax.config import DecodeConfig
+from kdtree_jax.training.config import Experiment
+
+if TYPE_CHECKING:
+  from kdtree_jax.decoding import DecodeResult, SequenceResult
+
+# Flags that override a field of DecodeConfig when they are given.
+_DECODE_FIELDS = (
+  "method",
+  "budget",
+  "rows",
+  "slots",
+  "max_new_tokens",
+  "temperature",
+  "top_p",
+  "seed",
+  "implementation",
+)
+
+
+def define_flags() -> None:
+  flags.DEFINE_string("prompt", None, "Text to continue.")
+  flags.DEFINE_string("prompts", None, "JSON lines with the key 'prompt' (and 'id').")
+  flags.DEFINE_integer(
+    "humaneval", 3, "Without --prompt(s): so many of HumanEval's prompts.", 1, 164
+  )
+  flags.DEFINE_string("target", None, "KDTR file of the target; the demo's if unset.")
+  flags.DEFINE_string("drafter", None, "KDTR file of its drafter.")
+  flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
+  flags.DEFINE_enum("method", None, ["plain", "chain", "ddtree"], "How to decode.")
+  flags.DEFINE_integer("budget", None, "Tree nodes without the root.")
+  flags.DEFINE_integer("rows", None, "Static rows per sequence of the verify step.")
+  flags.DEFINE_integer("slots", None, "Sequences decoded at once.")
+  flags.DEFINE_integer("max_new_tokens", None, "Tokens per prompt at most.")
+  flags.DEFINE_float("temperature", None, "0 is greedy.")
+  flags.DEFINE_float("top_p", None, "Nucleus mass in (0, 1].")
+  flags.DEFINE_integer("seed", None, "Seed of the sampling noise.")
+  flags.DEFINE_enum("implementation", None, ["auto", "xla", "cuda"], "Of the ops.")
+  flags.DEFINE_bool(
+    "verify",
+    False,
+    "Also decode plainly; exit 1 at the first token or logit bit that differs.",
+  )
+  flags.DEFINE_bool(
+    "time_plain", False, "Also time plain decoding at its best width, one row."
+  )
+  flags.DEFINE_bool("draw", False, "Draw each round's tree, accepted path marked.")
+  flags.DEFINE_enum("output", "text", ["text", "json"], "Form of the results.")
+
+
+def main(positional: list[str], experiment: Experiment | None) -> int:
+  if positional[1:]:
+    raise ValueError(f"unexpected argument {positional[1]!r}; is a flag misspelt?")
+  config = _decode_config(experiment)
+  prompts, bad_line = _read_prompts()
+  target, drafter, tokenizer = _load_models()
+  bos = target.config.bos_token_id
+  tokens = [
+    ([] if bos is None else [bos]) + tokenizer.encode(p["prompt"]).ids for p in prompts
+  ]
+  cli_flags.enable_compilation_cache()
+  run = _Run(target, drafter, tokenizer, tokens, config)
+  result, seconds = run.decode(config)
+  plain_speeds = run.plain_speeds() if flags.FLAGS.time_plain else None
+  for i, (prompt, sequence) in enumerate(zip(prompts, result, strict=True)):
+    speed = plain_speeds[i] if plain_speeds else None
+    if flags.FLAGS.output == "json":
+      print(json.dumps(_record(prompt, sequence, config, tokenizer, speed)))
+    else:
+      _print_text(prompt, sequence, tokenizer, run)
+  _note(_summary(result, config, seconds, plain_speeds))
+  status = 0
+  if flags.FLAGS.verify:
+    difference = run.first_difference(result)
+    status = 1 if difference else 0
+    if difference:
+      print(f"DIFFERENT from plain decoding: {difference}", file=sys.stderr)
+    else:
+      total = sum(len(s.tokens) for s in result)
+      _note(
+        f"identical to plain decoding: {total} tokens and the bits of their logits"
+      )
+  if bad_line:
+    print(f"error: {bad_line}", file=sys.stderr)
+    status = status or 2
+  return status
+
+
+def _note(line: str) -> None:
+  """A line for the reader, kept out of JSON output."""
+  print(line, file=sys.stderr if flags.FLAGS.output == "json" else sys.stdout)
+
+
+def _decode_config(experiment: Experiment | None) -> DecodeConfig:
+  config = experiment.decode if experiment else DecodeConfig(budget=15)
+  given = {name: flags.FLAGS[name].value for name in _DECODE_FIELDS}
+  changes = {name: value for name, value in given.items() if value is not None}
+  if changes.get("method", config.method) != config.method:
+    # The default budget is the default method's.
+    changes.setdefault("budget", None)
+  return dataclasses.replace(
+    config,
+    **changes,
+    return_logits=flags.FLAGS.verify,
+    return_trees=flags.FLAGS.draw,
+  )
+
+
+def _read_prompts() -> tuple[list[dict[str, Any]], str | None]:
+  """The prompts, and what was wrong with the line that ended them, if any."""
+  if flags.FLAGS.prompt is not None and flags.FLAGS.prompts is not None:
+    raise ValueError("--prompt and --prompts exclude each other")
+  if flags.FLAGS.prompt is not None:
+    if not flags.FLAGS.prompt:
+      raise ValueError("--prompt is empty")
+    return [{"prompt": flags.FLAGS.prompt}], None
+  if flags.FLAGS.prompts is not None:
+    prompts, bad_line = prompt_files.read_jsonl(flags.FLAGS.prompts)
+    if not prompts:
+      raise ValueError(bad_line or f"--prompts={flags.FLAGS.prompts} holds no prompt")
+    return prompts, bad_line
+  from kdtree_jax.demo import load_prompts
+
+  return load_prompts("humaneval")[: flags.FLAGS.humaneval], None
+
+
+def _load_models():
+  from kdtree_jax.checkpoint import load_checkpoint, read_tokenizer_json
+  from kdtree_jax.demo import load_demo
+
+  path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
+  if path is None and drafter_path is None:
+    return load_demo(flags.FLAGS.dtype)
+  if path is None:
+    raise ValueError("--drafter needs --target: a drafter is bonded to its target")
+  from tokenizers import Tokenizer
+
+  text = read_tokenizer_json(path)
+  if text is None:
+    raise ValueError(f"--target={path} carries no tokenizer")
+  target = load_checkpoint(path, flags.FLAGS.dtype)
+  drafter = load_checkpoint(drafter_path, flags.FLAGS.dtype) if drafter_path else None
+  return target, drafter, Tokenizer.from_str(text)
+
+
+class _Run:
+  """Decodes one list of prompts in several ways."""
+
+  def __init__(self, target, drafter, tokenizer, tokens, config: DecodeConfig):
+    self.target, self.drafter = target, drafter
+    self.tokenizer, self.tokens, self.config = tokenizer, tokens, config
+
+  def decode(self, config: DecodeConfig) -> tuple[DecodeResult, float]:
+    """The result, and the seconds it took, compilation not counted."""
+    from kdtree_jax.decoding import decode
+
+    compiling = 0.0
+
+    def on_compile(name: str, seconds: float) -> None:
+      nonlocal compiling
+      compiling += seconds
+      print(f"[compiled {name}: {seconds:.1f} s]", file=sys.stderr, flush=True)
+
+    start = time.perf_counter()
+    drafter = None if config.method == "plain" else self.drafter
+    result = decode(self.target, drafter, self.tokens, config, on_compile=on_compile)
+    return result, time.perf_counter() - start - compiling
+
+  def plain_speeds(self) -> list[float]:
+    """Tokens per second of each prompt, decoded plainly and alone at one row."""
+    from kdtree_jax.decoding import decode
+
+    config = dataclasses.replace(
+      self.config, method="plain", budget=None, rows=1, slots=1, return_trees=False
+    )
+    speeds = []
+    for i, tokens in enumerate(self.tokens):
+      result = decode(self.target, None, [tokens], config, sequence_ids=[i])
+      speeds.append(tokens_per_second(result[0]))
+    return speeds
+
+  def first_difference(self, result: DecodeResult) -> str | None:
+    """Decodes plainly at the same rows and slots and compares bit for bit."""
+    from kdtree_jax.decoding.compare import first_difference
+    from kdtree_jax.decoding.settings import check_prompts, complete
+
+    drafter = None if self.config.method == "plain" else self.drafter
+    prompts = check_prompts(self.tokens, self.target.config.vocab_size)
+    settings = complete(self.target, drafter, prompts, self.config)
+    plain, _ = self.decode(
+      dataclasses.replace(
+        self.config,
+        method="plain",
+        budget=None,
+        rows=settings.rows,
+        slots=settings.slots,
+        return_trees=False,
+      )
+    )
+    return first_difference(plain, result)
+
+  def draw(self, sequence: SequenceResult) -> Iterator[str]:
+    from kdtree_jax.cli.draw import draw_round
+
+    for i, record in enumerate(sequence.rounds or ()):
+      yield f"round {i + 1}:"
+      yield draw_round(record, lambda t: self.tokenizer.decode([t]))
+
+
+def tokens_per_second(sequence: SequenceResult) -> float:
+  """Tokens after the first one per second of rounds."""
+  seconds = sequence.stats.decode_seconds
+  return (len(sequence.tokens) - 1) / seconds if seconds else float("nan")
+
+
+def _print_text(prompt: dict, sequence: SequenceResult, tokenizer, run: _Run) -> None:
+  stats = sequence.stats
+  print(f"=== {prompt.get('id', 'prompt')} ===")
+  print(prompt["prompt"] + tokenizer.decode(sequence.tokens.tolist()))
+  if flags.FLAGS.draw:
+    for line in run.draw(sequence):
+      print(line)
+  print(
+    f"--- {len(sequence.tokens)} tokens, {stats.rounds} rounds, "
+    f"{stats.tokens_per_round:.2f} tokens per round (drafts + bonus, mean over "
+    f"rounds), finished by {sequence.finish_reason}\n"
+  )
+
+
+def _record(prompt, sequence, config, tokenizer, plain_speed) -> dict[str, Any]:
+  stats = sequence.stats
+  record = {
+    **({"id": prompt["id"]} if "id" in prompt else {}),
+    "prompt": prompt["prompt"],
+    "text": tokenizer.decode(sequence.tokens.tolist()),
+    "tokens": sequence.tokens.tolist(),
+    "method": config.method,
+    "rounds": stats.rounds,
+    "accepted_lengths": list(stats.accepted_lengths),
+    "tokens_per_round": stats.tokens_per_round if stats.rounds else None,
+    "seconds": stats.prefill_seconds + stats.decode_seconds,
+    "finish_reason": sequence.finish_reason,
+    "tokens_per_second": tokens_per_second(sequence) if stats.rounds else None,
+  }
+  if plain_speed is not None:
+    record["plain_tokens_per_second"] = plain_speed
+  return record
+
+
+def _summary(result, config, seconds: float, plain_speeds) -> str:
+  rounds = sum(s.stats.rounds for s in result)
+  total = sum(len(s.tokens) for s in result)
+  line = (
+    f"{config.method}: {len(result)} prompts, {total} tokens, {rounds} rounds, "
+    f"{result.tokens_per_round:.2f} tokens per round (pooled over rounds), "
+    f"{seconds:.1f} s"
+  )
+  if plain_speeds:
+    own = sum(tokens_per_second(s) for s in result) / len(result)
+    plain = sum(plain_speeds) / len(plain_speeds)
+    line += f"; {own:.0f} tokens/s per sequence, plain at one row {plain:.0f}"
+  return line
+
+
+def run() -> None:
+  """Entry point of the console script."""
+  define_flags()
+  cli_flags.run(main, sys.argv)
+
+
+if __name__ == "__main__":
+  run()

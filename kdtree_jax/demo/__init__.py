@@ -1,0 +1,55 @@
+"""The demo pair: a small trained target and its drafter, with held-out prompts.
+
+`NOTICE.md` names the training material and its licences; `heldout.txt` the files
+that were never trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+  from tokenizers import Tokenizer
+
+  from kdtree_jax.drafter.dflash import DFlash
+  from kdtree_jax.model import Target
+
+
+def load_demo(
+  dtype: Literal["float32", "bfloat16"] = "float32",
+) -> tuple[Target, DFlash, Tokenizer]:
+  """Loads the pair that ships with the package.
+
+  Args:
+    dtype: see `kdtree_jax.load_checkpoint`.
+
+  Returns:
+    (target, drafter, tokenizer). `tokenizer.encode(text).ids` gives token ids;
+    texts start with the target's `bos_token_id`.
+  """
+  from tokenizers import Tokenizer
+
+  from kdtree_jax.checkpoint import load_checkpoint, read_tokenizer_json
+
+  folder = resources.files(__package__)
+  with (
+    resources.as_file(folder / "target.kdtr") as target_path,
+    resources.as_file(folder / "drafter.kdtr") as drafter_path,
+  ):
+    target = load_checkpoint(target_path, dtype)
+    drafter = load_checkpoint(drafter_path, dtype)
+    tokenizer = Tokenizer.from_str(read_tokenizer_json(target_path))
+  return target, drafter, tokenizer
+
+
+def load_prompts(name: Literal["humaneval", "gsm_symbolic"]) -> list[dict[str, str]]:
+  """Held-out prompts, each with `id` and `prompt`.
+
+  Args:
+    name: "humaneval" (164 problems, MIT) or "gsm_symbolic" (seeds that were not
+      trained on).
+  """
+  text = resources.files(__package__).joinpath(f"{name}.jsonl").read_text("utf-8")
+  return [json.loads(line) for line in text.splitlines()]
