@@ -207,7 +207,9 @@ class ModelConfig(DictMixin):
       "it must be 0 or more",
     )
     if self.first_k_dense_replace < self.num_hidden_layers:
-      _positive(self, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+      _positive(
+        self, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"
+      )
       _positive(self, "n_group", "topk_group")
       _check(
         self.num_experts_per_tok <= self.n_routed_experts,
@@ -248,7 +250,10 @@ class ModelConfig(DictMixin):
     _one_of(self, "attention_bias", (False,))
     _check(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "it must be > 0")
     _check(
-      self.latent_norm_eps > 0, "latent_norm_eps", self.latent_norm_eps, "it must be > 0"
+      self.latent_norm_eps > 0,
+      "latent_norm_eps",
+      self.latent_norm_eps,
+      "it must be > 0",
     )
     _check(self.rope_theta > 1, "rope_theta", self.rope_theta, "it must be > 1")
     for token in self.eos_token_id:
@@ -417,9 +422,7 @@ class TreeConfig(DictMixin):
       "it counts tree nodes without the root, so it must be 0 or more",
     )
     if self.max_depth is not None:
-      _check(
-        self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more"
-      )
+      _check(self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

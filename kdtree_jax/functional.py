@@ -90,9 +90,7 @@ def prefill(
   if lengths is None:
     lengths = jnp.full((B,), T, jnp.int32)
   cache = LatentCache.empty(target.config, B, cache_len, target.dtype)
-  state = PrefillState(
-    cache, (), jnp.zeros((B, target.config.vocab_size), jnp.float32)
-  )
+  state = PrefillState(cache, (), jnp.zeros((B, target.config.vocab_size), jnp.float32))
   features = []
   for start in range(0, T, PREFILL_CHUNK):
     chunk = tokens[:, start : start + PREFILL_CHUNK]
@@ -204,7 +202,9 @@ def draft(
 def _tokens(target: Target, tokens: jax.Array) -> jax.Array:
   tokens = jnp.asarray(tokens, jnp.int32)
   if tokens.ndim != 2 or 0 in tokens.shape:
-    raise ValueError(f"tokens must be [B, T] and not empty; its shape is {tokens.shape}")
+    raise ValueError(
+      f"tokens must be [B, T] and not empty; its shape is {tokens.shape}"
+    )
   limit = target.config.max_position_embeddings
   if tokens.shape[1] > limit:
     raise ValueError(

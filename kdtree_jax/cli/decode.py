@@ -34,6 +34,7 @@ _DECODE_FIELDS = (
 
 
 def define_flags() -> None:
+  """Declares the flags of this program (none exist before `run`)."""
   flags.DEFINE_string("prompt", None, "Text to continue.")
   flags.DEFINE_string("prompts", None, "JSON lines with the key 'prompt' (and 'id').")
   flags.DEFINE_integer(
@@ -64,6 +65,7 @@ def define_flags() -> None:
 
 
 def main(positional: list[str], experiment: Experiment | None) -> int:
+  """Decodes, prints, and verifies; returns the exit status."""
   if positional[1:]:
     raise ValueError(f"unexpected argument {positional[1]!r}; is a flag misspelt?")
   config = _decode_config(experiment)
@@ -92,9 +94,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
       print(f"DIFFERENT from plain decoding: {difference}", file=sys.stderr)
     else:
       total = sum(len(s.tokens) for s in result)
-      _note(
-        f"identical to plain decoding: {total} tokens and the bits of their logits"
-      )
+      _note(f"identical to plain decoding: {total} tokens and the bits of their logits")
   if bad_line:
     print(f"error: {bad_line}", file=sys.stderr)
     status = status or 2

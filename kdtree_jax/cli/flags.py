@@ -59,7 +59,9 @@ def run(
     sys.exit(2)
   holder = None
   if base is not None:
-    holder = config_flags.DEFINE_config_dict("config", _to_config_dict(base))
+    holder = config_flags.DEFINE_config_dict(
+      "config", _to_config_dict(base), sys_argv=rest
+    )
   elif any(a.startswith("--config.") for a in rest):
     print("error: --config.field=value needs --config=FILE", file=sys.stderr)
     sys.exit(2)

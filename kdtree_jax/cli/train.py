@@ -14,6 +14,7 @@ STAGES = ("corpus", "target", "samples", "drafter", "all")
 
 
 def define_flags() -> None:
+  """Declares the flags of this program (none exist before `run`)."""
   flags.DEFINE_enum("stage", "all", STAGES, "What to run; 'all' runs each in turn.")
   flags.DEFINE_string("workdir", "build/train", "Folder of checkpoints and metrics.")
   flags.DEFINE_string("corpus", "build/corpus", "Folder of the token files.")
@@ -26,6 +27,7 @@ def define_flags() -> None:
 
 
 def main(positional: list[str], experiment: Experiment | None) -> None:
+  """Runs the chosen stages in order."""
   from kdtree_jax.training import corpus as corpus_stage
   from kdtree_jax.training import pipeline
 

@@ -24,7 +24,15 @@ from kdtree_jax.model.target import Target
 
 
 def _prefill(
-  target_static, drafter_static, taps, implementation, arrays, state, logits, tokens, count
+  target_static,
+  drafter_static,
+  taps,
+  implementation,
+  arrays,
+  state,
+  logits,
+  tokens,
+  count,
 ):
   target_arrays, drafter_arrays = arrays
   before = PrefillState(state.cache, state.drafter, logits)

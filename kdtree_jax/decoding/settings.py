@@ -49,12 +49,13 @@ def complete(
   if config.method == "plain":
     if drafter is not None:
       raise ConfigError('drafter must be None for method = "plain"')
-    budget = depth = 0
+    budget = max_depth = 0
   else:
     if drafter is None:
       raise ConfigError(f'method = "{config.method}" needs a drafter; got None')
     check_drafter(drafter, target.config, target.fingerprint)
-    budget, depth = _budget_and_depth(config, drafter.max_depth)
+    max_depth = drafter.max_depth
+    budget = _budget(config, max_depth)
   rows = config.rows
   if rows is None:
     rows = 1 if config.method == "plain" else round_up(1 + budget, 8)
@@ -62,7 +63,8 @@ def complete(
     raise ConfigError(
       f"budget = {budget} needs {budget + 1} rows (the root is one); rows = {rows}"
     )
-  depth = min(depth, rows - 1)
+  # The budget limits the tree at run time; only rows and depth make a new program.
+  depth = min(max_depth, rows - 1)
   longest = max(len(p) for p in prompts)
   limit = target.config.max_position_embeddings
   capacity = config.cache_len
@@ -76,8 +78,7 @@ def complete(
     index = int(np.argmax([len(p) for p in prompts]))
     name = "cache_len" if config.cache_len else "max_position_embeddings"
     raise ConfigError(
-      f"prompts[{index}] has {longest} tokens, which is longer than "
-      f"{name} = {capacity}"
+      f"prompts[{index}] has {longest} tokens, which is longer than {name} = {capacity}"
     )
   slots = config.slots or min(len(prompts), MOST_SLOTS)
   stop = config.stop_token_ids
@@ -89,17 +90,16 @@ def complete(
   )
 
 
-def _budget_and_depth(config: DecodeConfig, max_depth: int) -> tuple[int, int]:
-  if config.method == "chain":
-    budget = max_depth if config.budget is None else config.budget
-    if budget > max_depth:
-      raise ConfigError(
-        f"budget = {budget} is longer than the drafter's block allows: a chain "
-        f"has at most {max_depth} drafts"
-      )
-    return budget, budget
-  budget = DEFAULT_TREE_BUDGET if config.budget is None else config.budget
-  return budget, min(max_depth, budget)
+def _budget(config: DecodeConfig, max_depth: int) -> int:
+  if config.method == "ddtree":
+    return DEFAULT_TREE_BUDGET if config.budget is None else config.budget
+  budget = max_depth if config.budget is None else config.budget
+  if budget > max_depth:
+    raise ConfigError(
+      f"budget = {budget} is longer than the drafter's block allows: a chain "
+      f"has at most {max_depth} drafts"
+    )
+  return budget
 
 
 def _check_stop_tokens(stop: Sequence[int], vocab_size: int) -> None:

@@ -130,6 +130,7 @@ class DFlash(nnx.Module):
     rngs: nnx.Rngs | None = None,
   ):
     rngs = nnx.Rngs(0) if rngs is None else rngs
+    dtype = jnp.dtype(dtype)
     width, eps = config.hidden_size, config.rms_norm_eps
     taps = len(config.target_layer_ids)
     self.config = config

@@ -48,4 +48,5 @@ class LatentCache:
 
 
 def round_up(value: int, multiple: int) -> int:
+  """The smallest multiple that is at least `value`."""
   return -(-value // multiple) * multiple

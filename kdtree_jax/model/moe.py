@@ -176,9 +176,7 @@ class MoE(nnx.Module):
       inner = config.n_shared_experts * config.moe_intermediate_size
       self.shared_experts = SwiGLU(config.hidden_size, inner, dtype, rngs)
 
-  def __call__(
-    self, x: jax.Array, training: bool = False
-  ) -> tuple[jax.Array, Routing]:
+  def __call__(self, x: jax.Array, training: bool = False) -> tuple[jax.Array, Routing]:
     """x [..., D] -> (same shape, the routing of the flattened rows)."""
     rows = x.reshape(-1, x.shape[-1])
     routing = self.gate(rows)

@@ -29,9 +29,7 @@ class RopeTable(nnx.Variable):
 class Block(nnx.Module):
   """Pre-norm block: `h += attention(norm(h)); h += ffn(norm(h))`."""
 
-  def __init__(
-    self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs
-  ):
+  def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     D, eps = config.hidden_size, config.rms_norm_eps
     self.is_moe = config.is_moe_layer(layer)
     self.input_layernorm = RMSNorm(D, eps, dtype)
@@ -158,7 +156,11 @@ class Target(nnx.Module):
       keys.append(layer_keys)
       if i in feature_layers:
         tapped[i] = h
-    return self.norm(h), _concat([tapped[i] for i in feature_layers], h), jnp.stack(keys)
+    return (
+      self.norm(h),
+      _concat([tapped[i] for i in feature_layers], h),
+      jnp.stack(keys),
+    )
 
   def sequence(
     self,

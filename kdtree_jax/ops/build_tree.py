@@ -56,7 +56,9 @@ def log_softmax_topk(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   x = logits.astype(jnp.float32).reshape(B * L, V)
   # top_k orders -0.0 below 0.0; as logits they are a tie.
   x = jnp.where(x == 0, 0.0, x)
-  values, ids = jax.lax.top_k(x, k)
+  # The barrier keeps slices of the result away from top_k, which the CPU compiler
+  # would otherwise turn into a sort of the whole row, a hundred times slower.
+  values, ids = jax.lax.optimization_barrier(jax.lax.top_k(x, k))
   top = values[:, :1]
   exps = jnp.exp(x - top)
   exps = jnp.pad(exps, ((0, 0), (0, -V % _LANES)))

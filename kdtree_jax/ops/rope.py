@@ -56,7 +56,8 @@ def rope(
     first, second = wide[..., 0::2], wide[..., 1::2]
   else:
     first, second = wide[..., :half], wide[..., half:]
-  c, s = cos[positions], sin[positions]
+  c = jnp.take(jnp.asarray(cos), positions, axis=0, mode="clip")
+  s = jnp.take(jnp.asarray(sin), positions, axis=0, mode="clip")
   rotated = (
     _rounded_product(first, c) - _rounded_product(second, s),
     _rounded_product(second, c) + _rounded_product(first, s),

@@ -65,6 +65,10 @@ class TrainConfig(DictMixin):
     ):
       if getattr(self, field) < 1:
         raise ConfigError(f"{field} = {getattr(self, field)} must be 1 or more")
+    if not 0 <= self.warmup_steps < self.steps:
+      raise ConfigError(
+        f"warmup_steps = {self.warmup_steps} must lie below steps = {self.steps}"
+      )
     if not self.learning_rate > 0:
       raise ConfigError(f"learning_rate = {self.learning_rate} must be positive")
 

@@ -71,7 +71,7 @@ class DrafterStage:
     )
 
   def step_fn(self) -> Callable[..., tuple[TrainState, Metrics]]:
-    """A jitted step: (state, (target state, samples u16 [K, T])) -> (state, metrics)."""
+    """A jitted step: (state, (target state, samples u16 [K, T])) -> state, metrics."""
 
     def step(state: TrainState, data):
       target_state, samples = data

@@ -37,7 +37,7 @@ class TrainState:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
   """AdamW (betas 0.9 and 0.95) under a global norm clip."""
   schedule = optax.warmup_cosine_decay_schedule(
-    0.0, config.learning_rate, config.warmup_steps, max(config.steps, 2), 0.0
+    0.0, config.learning_rate, config.warmup_steps, config.steps, 0.0
   )
   return optax.chain(
     optax.clip_by_global_norm(config.clip_norm),

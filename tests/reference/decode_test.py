@@ -48,11 +48,6 @@ def knowing_drafter(temperature):
   return draft
 
 
-def dflash_drafter(config):
-  weights = ref.random_drafter_weights(config, 3)
-  return functools.partial(ref.draft, config, weights, WEIGHTS)
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.8, 1.0), (1.0, 0.7)])
 @pytest.mark.parametrize("method", ["chain", "ddtree"])
 @pytest.mark.parametrize("drafter", ["random", "knowing"])
@@ -100,9 +95,25 @@ def test_any_budget_writes_the_same(budget):
     assert got.accepted_lengths == [1] * 15
 
 
+@pytest.mark.parametrize("method", ["plain", "ddtree"])
+def test_each_token_is_chosen_with_the_noise_of_its_position(method):
+  key = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "sequence_id": 6}
+  got = decode(method, draft_fn=random_drafter, budget=9, max_new_tokens=12, **key)
+  for i, (token, row) in enumerate(zip(got.tokens, got.logits, strict=True)):
+    assert token == ref.choose(row, 0.8, 0.9, 5, 6, position=len(PROMPT) + i)
+
+
+def test_logits_are_those_of_one_forward_pass():
+  got = plain(0.8)
+  text = np.array(PROMPT + got.tokens[:-1])
+  whole = ref.forward(CONFIG, WEIGHTS, text, dtype=F64)
+  np.testing.assert_allclose(got.logits, whole.logits[len(PROMPT) - 1 :], atol=1e-12)
+
+
 def test_dflash_drafter_gets_the_features_of_the_committed_tokens():
   config = drafter_config()
-  inner = dflash_drafter(config)
+  weights = ref.random_drafter_weights(config, 3)
+  drafter = functools.partial(ref.draft, config, weights, WEIGHTS)
   taps = config.target_layer_ids
   text = PROMPT + plain(0.8).tokens
 
@@ -110,28 +121,27 @@ def test_dflash_drafter_gets_the_features_of_the_committed_tokens():
     assert root_token == text[length]
     whole = ref.forward(CONFIG, WEIGHTS, np.array(text[:length]), taps=taps, dtype=F64)
     np.testing.assert_allclose(features, whole.features, atol=1e-12)
-    # A token the target will choose, so that drafts are committed too.
-    logits = inner(features, root_token, length)
-    logits[0, (text + [0])[length + 1]] += 20
-    return logits
+    # Proposals that are accepted, and not in the lowest slots.
+    logits = knowing_drafter(0.8)(features, root_token, length)
+    return logits[:4] + 0.01 * drafter(features, root_token, length)
 
   got = decode(
     "ddtree",
     draft_fn=watching,
     feature_layers=taps,
-    budget=6,
+    budget=9,
     temperature=0.8,
     max_new_tokens=16,
   )
   assert got.tokens == plain(0.8).tokens
-  assert max(got.accepted_lengths) >= 2
+  assert max(got.accepted_lengths) == 5
 
 
 @pytest.mark.parametrize("method", ["plain", "ddtree"])
-def test_stop_token_ends_the_text_and_cuts_the_round(method):
+@pytest.mark.parametrize("index", range(1, 15))
+def test_stop_token_ends_the_text_and_cuts_the_round(method, index):
   tokens = plain(0.8).tokens
-  stop = tokens[9]
-  first = tokens.index(stop)
+  stop = tokens[index]
   got = decode(
     method,
     draft_fn=knowing_drafter(0.8),
@@ -140,7 +150,7 @@ def test_stop_token_ends_the_text_and_cuts_the_round(method):
     max_new_tokens=16,
     stop_token_ids=(stop,),
   )
-  assert got.tokens == tokens[: first + 1]
+  assert got.tokens == tokens[: tokens.index(stop) + 1]
   assert got.finish_reason == "stop"
   assert len(got.logits) == len(got.tokens)
   assert sum(got.accepted_lengths) == len(got.tokens) - 1
@@ -191,6 +201,32 @@ def test_bad_logits_end_the_text_with_an_error(method, temperature, poison):
   assert np.all(np.isfinite(got.logits))
 
 
+def test_infinite_logits_end_the_text_with_an_error():
+  """A row of the head with one entry so large that a product overflows."""
+  tokens = plain(0.0).tokens
+  text = np.array(PROMPT + tokens[:-1])
+  hidden = ref.forward(CONFIG, WEIGHTS, text, taps=(2,), dtype=F64).features
+  norm = WEIGHTS["model.norm.weight"]
+  final = ref.rms_norm(hidden, norm, CONFIG.rms_norm_eps)[len(PROMPT) - 1 :]
+  # Negative up to some step, so that the token is out of the question till then.
+  above = final > 1.1
+  first = above.argmax(axis=0)
+  steps = np.arange(len(final))[:, None]
+  fits = above.any(axis=0) & (first >= 3)
+  fits &= np.all((final < 0) | (steps >= first), axis=0)
+  column = int(np.flatnonzero(fits)[0])
+  unused = next(token for token in range(61) if token not in PROMPT + tokens)
+  head = WEIGHTS["lm_head.weight"].copy()
+  head[unused] = 0
+  head[unused, column] = np.finfo(np.float32).max
+  with np.errstate(over="ignore"):
+    got = ref.decode(
+      CONFIG, WEIGHTS | {"lm_head.weight": head}, PROMPT, max_new_tokens=16
+    )
+  assert got.finish_reason == "error"
+  assert got.tokens == tokens[: first[column]]
+
+
 def test_seed_and_sequence_id_change_the_text():
   texts = {
     tuple(decode(temperature=1.0, max_new_tokens=6, **key).tokens)
@@ -200,15 +236,13 @@ def test_seed_and_sequence_id_change_the_text():
 
 
 def test_chain_is_the_top_1_path_within_its_budget():
-  lengths = []
-
-  def copying(features, root_token, length):
-    lengths.append(length)
-    return knowing_drafter(0.0)(features, root_token, length)
-
-  got = decode("chain", draft_fn=copying, budget=2, max_new_tokens=16)
-  assert max(got.accepted_lengths) == 3
-  assert got.tokens == plain(0.0).tokens
+  drafter = knowing_drafter(0.0)
+  longest = {}
+  for budget in (1, None):
+    got = decode("chain", draft_fn=drafter, budget=budget, max_new_tokens=16)
+    longest[budget] = max(got.accepted_lengths)
+    assert got.tokens == plain(0.0).tokens
+  assert longest == {1: 2, None: 3}
 
 
 def test_bad_arguments_are_named():

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kdtree_jax import reference as ref
-from tests.reference.models import random_tokens, target_config
+from tests.reference.models import KIMI_YARN, random_tokens, target_config
 
 F64 = np.float64
 
@@ -156,9 +158,11 @@ def test_padding_nodes_change_nothing():
   assert np.all(np.isfinite(two.logits))
 
 
-def test_cache_rows_are_normed_latent_and_roped_key():
+@pytest.mark.parametrize("mscale_all_dim", [1.0, 0.5])
+def test_cache_rows_are_normed_latent_and_roped_key(mscale_all_dim):
   """Layer 0, by hand: the row is `[norm(c) | rope(k_pe)]`, halves split."""
-  config = target_config()
+  yarn = dataclasses.replace(KIMI_YARN, mscale_all_dim=mscale_all_dim)
+  config = target_config(rope_scaling=yarn)
   weights = ref.random_weights(config, 1)
   tokens = random_tokens(6, 10)
   cache = ref.forward(config, weights, tokens, dtype=F64).cache
@@ -175,8 +179,24 @@ def test_cache_rows_are_normed_latent_and_roped_key():
   frequencies = ref.inverse_frequencies(8, config.rope_theta, config.rope_scaling)
   pairs = kv[:, 16::2] + 1j * kv[:, 17::2]
   turned = pairs * np.exp(1j * np.arange(6)[:, None] * frequencies)
+  # 0.1 * mscale * ln(factor) + 1, as a ratio: 1 where both are equal.
+  turned *= (0.1 * np.log(64) + 1) / (0.1 * mscale_all_dim * np.log(64) + 1)
   want = np.concatenate([turned.real, turned.imag], axis=-1)
-  np.testing.assert_allclose(cache[0, :, 16:], want, atol=1e-6)  # float32 cosines
+  np.testing.assert_allclose(cache[0, :, 16:], want, atol=2e-6)  # float32 cosines
+
+
+def test_angle_dtype_of_the_config_counts():
+  """In layer 0 the roped keys are all that can differ, by the angle's rounding."""
+  tokens, at = random_tokens(2, 10), np.array([4000, 4001])
+  rows = {}
+  for angle_dtype in ("float64", "float32"):
+    config = target_config(rope_angle_dtype=angle_dtype)
+    weights = ref.random_weights(config, 1)
+    cache = ref.init_cache(config, 4002)
+    out = ref.forward(config, weights, tokens, cache=cache, positions=at)
+    rows[angle_dtype] = out.cache[0, at, 16:]
+  difference = np.abs(rows["float64"] - rows["float32"]).max()
+  assert 1e-6 < difference < 1e-3
 
 
 def test_taps_are_the_residual_stream_after_a_layer():

@@ -273,6 +273,14 @@ def test_encode_ends_each_document(tokenizer):
   assert parts[-1].size == 0
 
 
+def test_cutting_keeps_whole_documents():
+  tokens = np.array([5, 6, 0, 7, 0, 8, 9, 0], np.uint16)
+  for limit, kept, count in ((8, 8, 3), (7, 5, 2), (5, 5, 2), (4, 3, 1), (2, 0, 0)):
+    cut, documents = corpus.cut_at_document(tokens, limit)
+    np.testing.assert_array_equal(cut, tokens[:kept])
+    assert documents == count
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, 1001])
 def test_packing_returns_the_same_tokens(count):
   tokens = np.random.default_rng(count).integers(0, 4096, count).astype(np.uint16)
