@@ -349,7 +349,7 @@ def build(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `build` from the command line."""
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(description="Builds the demo corpus.")
   parser.add_argument("--out", default="build/corpus", help="token files")
   parser.add_argument("--demo", default="kdtree_jax/demo", help="what ships")
   parser.add_argument("--work", default="build/corpus/work", help="downloads")

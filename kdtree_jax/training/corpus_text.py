@@ -8,6 +8,7 @@ carries a held-out benchmark problem, by three independent signs.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import hashlib
 import re
@@ -252,7 +253,8 @@ def functions(document: Document) -> list[Document]:
   for node in tree.body:
     if isinstance(node, ast.Import | ast.ImportFrom):
       for alias in node.names:
-        single = type(node)(**{**vars(node), "names": [alias]})
+        single = copy.copy(node)
+        single.names = [alias]
         bound = alias.asname or alias.name.split(".")[0]
         if alias.name != "*" and getattr(node, "module", "") != "__future__":
           imports[bound] = ast.unparse(single)
