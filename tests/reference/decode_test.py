@@ -84,13 +84,16 @@ def test_a_tree_survives_doubts_that_end_a_chain():
   assert rounds[0] < rounds[1]
 
 
-@pytest.mark.parametrize("budget", [0, 1, 2, 30])
+@pytest.mark.parametrize("budget", [0, 1, 2, 30, None])
 def test_any_budget_writes_the_same(budget):
   got = decode(
     "ddtree", draft_fn=knowing_drafter(0.0), budget=budget, max_new_tokens=16
   )
   assert got.tokens == plain(0.0).tokens
-  assert max(got.accepted_lengths) <= min(budget, 5) + 1
+  # None means 16 nodes, enough for the five proposals here.
+  nodes = 16 if budget is None else budget
+  assert max(got.accepted_lengths) <= min(nodes, 5) + 1
+  assert (max(got.accepted_lengths) == 6) == (nodes >= 16)
   if budget == 0:
     assert got.accepted_lengths == [1] * 15
 
@@ -101,6 +104,14 @@ def test_each_token_is_chosen_with_the_noise_of_its_position(method):
   got = decode(method, draft_fn=random_drafter, budget=9, max_new_tokens=12, **key)
   for i, (token, row) in enumerate(zip(got.tokens, got.logits, strict=True)):
     assert token == ref.choose(row, 0.8, 0.9, 5, 6, position=len(PROMPT) + i)
+
+
+@pytest.mark.parametrize("sequence_id", range(8))
+def test_the_first_token_is_sampled_at_the_position_after_the_prompt(sequence_id):
+  got = decode(temperature=1.5, sequence_id=sequence_id, max_new_tokens=1)
+  want = ref.choose(got.logits[0], 1.5, 1.0, 0, sequence_id, position=len(PROMPT))
+  assert got.tokens == [want]
+  assert got.accepted_lengths == []
 
 
 def test_logits_are_those_of_one_forward_pass():
@@ -198,6 +209,7 @@ def test_bad_logits_end_the_text_with_an_error(method, temperature, poison):
   assert got.finish_reason == "error"
   assert got.tokens == tokens[: tokens.index(bad) + 1]
   assert sum(got.accepted_lengths) == len(got.tokens) - 1
+  assert 0 not in got.accepted_lengths
   assert np.all(np.isfinite(got.logits))
 
 
