@@ -4,6 +4,7 @@ The target takes the same code path as Kimi K2.x (low-rank queries, latent
 cache, sigmoid router with correction bias, a shared expert, a leading dense
 layer) at 9.7 M parameters.
 """
+
 from __future__ import annotations
 
 from kdtree_jax.config import DecodeConfig, DrafterConfig, ModelConfig

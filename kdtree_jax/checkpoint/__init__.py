@@ -10,7 +10,7 @@ from kdtree_jax.checkpoint.kdtr import (
   open_kdtr,
   write,
 )
-from kdtree_jax.checkpoint.load import load_checkpoint
+from kdtree_jax.checkpoint.load import load_checkpoint, load_drafter, load_target
 from kdtree_jax.checkpoint.state_dict import (
   expected_shapes,
   read_drafter,
@@ -29,6 +29,8 @@ __all__ = [
   "dequantize",
   "expected_shapes",
   "load_checkpoint",
+  "load_drafter",
+  "load_target",
   "open_kdtr",
   "quantize",
   "read_drafter",

@@ -13,11 +13,13 @@ from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.model import Target, target_from_state_dict
 
 DTYPES = ("float32", "bfloat16")
+Dtype = Literal["float32", "bfloat16"]
+StrPath = str | os.PathLike[str]
 
 
 def load_checkpoint(
-  path: str | os.PathLike[str],
-  dtype: Literal["float32", "bfloat16"] = "bfloat16",
+  path: StrPath,
+  dtype: Dtype = "bfloat16",
   expert_dtype: Literal["as_stored"] = "as_stored",
 ) -> Target | DFlash:
   """Loads the target or the drafter that a KDTR file holds.
@@ -34,21 +36,41 @@ def load_checkpoint(
     KdtrError: the file is damaged or does not hold a model.
     ValueError: an argument is not one of the allowed values.
   """
-  if dtype not in DTYPES:
-    raise ValueError(f"dtype = {dtype!r} is not allowed: it must be one of {DTYPES}")
   if expert_dtype != "as_stored":
     raise ValueError(
       f"expert_dtype = {expert_dtype!r} is not allowed: it must be 'as_stored'"
     )
+  if read_kind(_existing(path)) == "target":
+    return load_target(path, dtype)
+  return load_drafter(path, dtype)
+
+
+def load_target(path: StrPath, dtype: Dtype = "bfloat16") -> Target:
+  """As `load_checkpoint`, for a file that holds a target."""
+  compute_dtype = _dtype(dtype)
+  config, weights, fingerprint = read_target(_existing(path))
+  return target_from_state_dict(
+    config, weights, dtype=compute_dtype, fingerprint=fingerprint
+  )
+
+
+def load_drafter(path: StrPath, dtype: Dtype = "bfloat16") -> DFlash:
+  """As `load_checkpoint`, for a file that holds a drafter."""
+  compute_dtype = _dtype(dtype)
+  config, weights, _ = read_drafter(_existing(path))
+  return DFlash.from_state_dict(config, weights, compute_dtype)
+
+
+def _dtype(name: str) -> jnp.dtype:
+  if name not in DTYPES:
+    raise ValueError(f"dtype = {name!r} is not allowed: it must be one of {DTYPES}")
+  return jnp.dtype(name)
+
+
+def _existing(path: StrPath) -> Path:
   path = Path(path)
   if path.is_dir():
     raise ValueError(f"path = {path} is a folder; a KDTR file is expected")
   if not path.exists():
     raise FileNotFoundError(f"path = {path} does not exist")
-  if read_kind(path) == "target":
-    config, weights, fingerprint = read_target(path)
-    return target_from_state_dict(
-      config, weights, dtype=jnp.dtype(dtype), fingerprint=fingerprint
-    )
-  config, weights, _ = read_drafter(path)
-  return DFlash.from_state_dict(config, weights, jnp.dtype(dtype))
+  return path

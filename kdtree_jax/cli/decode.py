@@ -140,7 +140,7 @@ def _read_prompts() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def _load_models():
-  from kdtree_jax.checkpoint import load_checkpoint, read_tokenizer_json
+  from kdtree_jax.checkpoint import load_drafter, load_target, read_tokenizer_json
   from kdtree_jax.demo import load_demo
 
   path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
@@ -153,8 +153,8 @@ def _load_models():
   text = read_tokenizer_json(path)
   if text is None:
     raise ValueError(f"--target={path} carries no tokenizer")
-  target = load_checkpoint(path, flags.FLAGS.dtype)
-  drafter = load_checkpoint(drafter_path, flags.FLAGS.dtype) if drafter_path else None
+  target = load_target(path, flags.FLAGS.dtype)
+  drafter = load_drafter(drafter_path, flags.FLAGS.dtype) if drafter_path else None
   return target, drafter, Tokenizer.from_str(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -115,12 +116,14 @@ def _nested(value: Any) -> bool:
 def enable_compilation_cache() -> None:
   """Keeps compiled programs on disk, so that a second start does not compile.
 
-  The folder is `$JAX_COMPILATION_CACHE_DIR`, else `~/.cache/kdtree_jax/xla`.
+  The folder is `$JAX_COMPILATION_CACHE_DIR`, else the one that
+  `kdtree_jax.environment.compilation_cache_dir` names.
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir is None:
-    folder = Path.home() / ".cache" / "kdtree_jax" / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+  from kdtree_jax.environment import compilation_cache_dir
+
+  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(compilation_cache_dir()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -39,7 +39,7 @@ def main(positional: list[str], experiment: Experiment | None) -> None:
   work, corpus = Path(flags.FLAGS.workdir), Path(flags.FLAGS.corpus)
   work.mkdir(parents=True, exist_ok=True)
   if stage in ("corpus", "all"):
-    corpus_stage.build(corpus)
+    corpus_stage.build(out=corpus, demo=corpus, work=corpus / "work")
   if stage in ("target", "all"):
     tokenizer = flags.FLAGS.tokenizer or _default_tokenizer(corpus)
     print("wrote", pipeline.train_target(experiment, corpus, work, Path(tokenizer)))

@@ -109,7 +109,7 @@ def first_tokens(
     sampler, limits: as in decoding.
   """
 
-  def choose_where(new: jax.Array, old: jax.Array) -> jax.Array:
+  def choose_where(new: jax.Array | int, old: jax.Array) -> jax.Array:
     return jnp.where(admitted, new, old)
 
   zero = jnp.zeros_like(state.generated)

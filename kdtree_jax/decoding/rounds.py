@@ -71,10 +71,12 @@ def verify_step(
     (logits f32 [B, N, V], features [B, N, taps * D], keys [layers, B, N, R + P]).
   """
   # As many ancestors as rows, not as the method's depth: one shape for all methods.
-  inputs = (tree.token_ids, ancestors(tree, tree.rows - 1), tree.depths)
-  inputs, data = jax.lax.optimization_barrier((inputs, cache.data))
+  inputs = (tree.token_ids, ancestors(tree, tree.rows - 1), tree.depths, cache.data)
+  tokens, lineage, depths, data = jax.lax.optimization_barrier(inputs)
   hidden, features, keys = target.step(
-    *inputs,
+    tokens,
+    lineage,
+    depths,
     data,
     cache.lengths,
     feature_layers=feature_layers,

@@ -31,17 +31,18 @@ def load_demo(
   """
   from tokenizers import Tokenizer
 
-  from kdtree_jax.checkpoint import load_checkpoint, read_tokenizer_json
+  from kdtree_jax.checkpoint import load_drafter, load_target, read_tokenizer_json
 
-  folder = resources.files(__package__)
+  folder = resources.files("kdtree_jax.demo")
   with (
     resources.as_file(folder / "target.kdtr") as target_path,
     resources.as_file(folder / "drafter.kdtr") as drafter_path,
   ):
-    target = load_checkpoint(target_path, dtype)
-    drafter = load_checkpoint(drafter_path, dtype)
-    tokenizer = Tokenizer.from_str(read_tokenizer_json(target_path))
-  return target, drafter, tokenizer
+    target = load_target(target_path, dtype)
+    drafter = load_drafter(drafter_path, dtype)
+    tokenizer_json = read_tokenizer_json(target_path)
+  assert tokenizer_json is not None, "the demo target carries its tokenizer"
+  return target, drafter, Tokenizer.from_str(tokenizer_json)
 
 
 def load_prompts(name: Literal["humaneval", "gsm_symbolic"]) -> list[dict[str, str]]:
@@ -51,5 +52,5 @@ def load_prompts(name: Literal["humaneval", "gsm_symbolic"]) -> list[dict[str, s
     name: "humaneval" (164 problems, MIT) or "gsm_symbolic" (seeds that were not
       trained on).
   """
-  text = resources.files(__package__).joinpath(f"{name}.jsonl").read_text("utf-8")
+  text = resources.files("kdtree_jax.demo").joinpath(f"{name}.jsonl").read_text("utf-8")
   return [json.loads(line) for line in text.splitlines()]

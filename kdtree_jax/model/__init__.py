@@ -1,4 +1,5 @@
 """The target model: modules, latent cache, and parameter names."""
+
 from __future__ import annotations
 
 from kdtree_jax.model.cache import LatentCache

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from kdtree_jax.config import ModelConfig
+from kdtree_jax.model.moe import MoE
 from kdtree_jax.model.target import Block, Target
 
 StateDict = dict[str, np.ndarray]
@@ -121,7 +122,7 @@ def _block(block: Block, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
   yield _as_is(
     block.post_attention_layernorm.weight, f"{prefix}.post_attention_layernorm.weight"
   )
-  if block.is_moe:
+  if isinstance(block.mlp, MoE):
     yield from _moe(block.mlp, config, f"{prefix}.mlp")
   else:
     yield from _swiglu(block.mlp, f"{prefix}.mlp")

@@ -31,18 +31,19 @@ class Block(nnx.Module):
 
   def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     D, eps = config.hidden_size, config.rms_norm_eps
-    self.is_moe = config.is_moe_layer(layer)
     self.input_layernorm = RMSNorm(D, eps, dtype)
     self.self_attn = MLA(config, dtype, rngs)
     self.post_attention_layernorm = RMSNorm(D, eps, dtype)
-    if self.is_moe:
+    self.mlp: MoE | SwiGLU
+    if config.is_moe_layer(layer):
       self.mlp = MoE(config, dtype, rngs)
     else:
       self.mlp = SwiGLU(D, config.intermediate_size, dtype, rngs)
 
   def ffn(self, h: jax.Array, training: bool) -> tuple[jax.Array, Routing | None]:
+    """`h + mlp(norm(h))`, and the routing where the layer is a mixture."""
     x = self.post_attention_layernorm(h)
-    if self.is_moe:
+    if isinstance(self.mlp, MoE):
       out, routing = self.mlp(x, training)
       return h + out, routing
     return h + self.mlp(x), None

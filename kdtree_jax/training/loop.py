@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ import tqdm
 from kdtree_jax.training.config import TrainConfig
 from kdtree_jax.training.optimizer import TrainState
 
-StepFn = Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 class NonFiniteError(RuntimeError):
@@ -35,7 +36,7 @@ MAX_SKIPPED_IN_A_ROW = 50
 def fit(
   state: TrainState,
   step_at: Callable[[int], StepFn],
-  data: jax.Array,
+  data: Any,
   config: TrainConfig,
   folder: Path,
   *,
@@ -120,13 +121,13 @@ class _MetricsWriter:
     return values
 
   def write(self, record: dict[str, float]) -> None:
-    record = {
-      k: v if isinstance(v, int) or math.isfinite(v) else str(v)
-      for k, v in record.items()
+    # JSON has no NaN: a number that is not finite is written as text.
+    line: dict[str, object] = {
+      k: v if math.isfinite(v) else str(v) for k, v in record.items()
     }
-    record["seconds"] = round(time.perf_counter() - self._start, 3)
+    line["seconds"] = round(time.perf_counter() - self._start, 3)
     with self._path.open("a") as f:
-      f.write(json.dumps(record) + "\n")
+      f.write(json.dumps(line) + "\n")
 
   def _watch(self, step: int, skipped: int) -> None:
     before = skipped if self._last_skipped is None else self._last_skipped

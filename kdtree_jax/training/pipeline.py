@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdtree_jax.checkpoint import load_checkpoint, save_drafter, save_target
+from kdtree_jax.checkpoint import load_target, save_drafter, save_target
 from kdtree_jax.config import ConfigError
 from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.model import Target, target_to_state_dict
@@ -60,7 +60,7 @@ def train_target(
     jnp.asarray(_tokens(corpus, "train")),
     config,
     work / "target",
-    evaluate=lambda state, step: evals[step > quantize_from](state, held_out),
+    evaluate=lambda state, step: float(evals[step > quantize_from](state, held_out)),
     description="target",
   )
   path = work / TARGET_FILE
@@ -150,7 +150,7 @@ def _load_target(work: Path) -> Target:
   path = work / TARGET_FILE
   if not path.exists():
     raise FileNotFoundError(f"{path} is missing: run --stage=target first")
-  return load_checkpoint(path, dtype=str(compute_dtype()))
+  return load_target(path, "float32" if compute_dtype() == "float32" else "bfloat16")
 
 
 def _stage(config: TrainConfig | None, name: str) -> TrainConfig:
