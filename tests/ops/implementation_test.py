@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from kdtree_jax.ops import _implementation
+
+
+def test_auto_and_xla_run_the_jax_form():
+  assert _implementation.resolve("rope", "auto") == "xla"
+  assert _implementation.resolve("rope", "xla") == "xla"
+
+
+def test_cuda_without_its_library_says_how_to_build_it():
+  with pytest.raises(NotImplementedError, match="of rope needs .* nvcc"):
+    _implementation.resolve("rope", "cuda")
+
+
+def test_unknown_names_are_refused_with_the_allowed_ones():
+  with pytest.raises(ValueError, match="'triton' of rope .*'auto', 'xla', 'cuda'"):
+    _implementation.resolve("rope", "triton")
