@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from kdtree_jax.config import (
   ConfigError,
@@ -78,7 +79,7 @@ class GenerateConfig(DictMixin):
   """Text that the target writes for its drafter.
 
   Attributes:
-    sequences: how many.
+    sequences: how many, rounded down to whole batches.
     prompt_length: tokens of corpus text that each starts from.
     sequence_length: tokens per sequence, prompt included.
     temperatures: sequence i is sampled at `temperatures[i % len]`.
@@ -98,6 +99,16 @@ class GenerateConfig(DictMixin):
       raise ConfigError(
         f"prompt_length = {self.prompt_length} must lie between 1 and "
         f"sequence_length = {self.sequence_length} (exclusive)"
+      )
+    if not 0 < self.batch_size <= self.sequences:
+      raise ConfigError(
+        f"batch_size = {self.batch_size} must lie between 1 and "
+        f"sequences = {self.sequences}"
+      )
+    if not self.temperatures or not all(0 <= t < math.inf for t in self.temperatures):
+      raise ConfigError(
+        f"temperatures = {self.temperatures} must be one or more finite numbers, "
+        "each 0 or more"
       )
 
 
