@@ -355,7 +355,7 @@ class DFlash(nnx.Module):
           f"drafter weight {name!r} has shape {np.shape(state_dict[name])}, which "
           f"does not fit the configuration (as [in, out]: {flat[path].shape})"
         )
-      loaded[path] = flat[path].replace(jnp.asarray(value, dtype))
+      loaded[path] = nnx.Param(jnp.asarray(value, dtype))
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
   def to_state_dict(self) -> dict[str, np.ndarray]:
