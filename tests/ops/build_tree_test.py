@@ -167,12 +167,17 @@ def test_limit_gives_the_tree_of_that_budget():
   roots = np.ones(64, np.int32)
   limits = rng.integers(-1, 30, size=64).astype(np.int32)
   trees = from_table(log_probs, token_ids, roots, 24, limit=limits, rows=32)
-  expected = []
-  for b, limit in enumerate(limits):
-    small = reference.build_tree(log_probs[b], token_ids[b], min(max(limit, 0), 24), 1)
-    batch = Tree(**{n: jnp.asarray(getattr(small, n))[None] for n in FIELDS}).pad_to(32)
-    expected.append(reference.Tree(*(np.asarray(getattr(batch, n))[0] for n in FIELDS)))
-  assert differences(trees, expected) == []
+  budgets = np.clip(limits, 0, 24)
+  for b, budget in enumerate(budgets):
+    small = reference.build_tree(log_probs[b], token_ids[b], budget, 1)
+    live, size = slice(0, small.size), int(trees.size[b])
+    assert size == small.size
+    for name in FIELDS[:4]:
+      values = np.asarray(getattr(trees, name))[b]
+      assert values[live].tobytes() == getattr(small, name)[live].tobytes()
+  padding = np.arange(32) >= np.asarray(trees.size)[:, None]
+  for name, value in zip(FIELDS[:4], (0, -1, 0, -np.inf), strict=True):
+    assert (np.asarray(getattr(trees, name))[padding] == value).all()
   # A plain number serves all sequences.
   for limit in (0, 5):
     whole = from_table(log_probs, token_ids, roots, 24, limit=limit)

@@ -128,6 +128,10 @@ def test_log_softmax_topk_orders_ties_by_token():
   assert ids.tolist() == [[1, 3, 0, 5, 2, 4]]
   assert (np.diff(log_probs) <= 0).all()
   assert np.exp(log_probs.astype(np.float64)).sum() == pytest.approx(1, abs=1e-6)
+  # Long enough that an unstable sort would show.
+  logits = np.random.default_rng(1).integers(0, 3, size=(1, 1000)).astype(np.float32)
+  _, ids = reference.log_softmax_topk(logits, 1000)
+  assert ids[0].tolist() == sorted(range(1000), key=lambda i: (-logits[0, i], i))
 
 
 def test_log_softmax_topk_of_rows_without_distribution_is_nan():
