@@ -6,34 +6,41 @@ import dataclasses
 import importlib.util
 import os
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from ml_collections import ConfigDict, config_flags
 
 from kdtree_jax.training.config import Experiment
 
-_PREFIX = "--config="
+# What `--config.a.b=value` asks for: {"a": {"b": "value"}}.
+Overrides = dict[str, Any]
 
 
 def load_experiment(path: str | Path) -> Experiment:
   """Runs a configuration file and returns what its `get_config()` gives.
 
   Raises:
-    ValueError: no such file, or it does not return an Experiment.
+    ValueError: no such file, one that fails, or one that does not return an
+      Experiment.
   """
   path = Path(path)
   if not path.is_file():
     raise ValueError(f"--config={path}: no such file (see configs/)")
   spec = importlib.util.spec_from_file_location("kdtree_jax_config_file", path)
-  assert spec is not None and spec.loader is not None
+  if spec is None or spec.loader is None:
+    raise ValueError(f"--config={path}: not a Python file")
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not hasattr(module, "get_config"):
-    raise ValueError(f"--config={path}: the file defines no get_config()")
-  experiment = module.get_config()
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+      raise ValueError("the file defines no get_config()")
+    experiment = module.get_config()
+  except Exception as error:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    raise ValueError(f"--config={path}: {kind}{error}") from error
   if not isinstance(experiment, Experiment):
     raise ValueError(
       f"--config={path}: get_config() must return an Experiment, "
@@ -47,34 +54,28 @@ def run(
 ) -> None:
   """Parses flags and calls `main(positional arguments, experiment)`; exits.
 
-  The configuration file is read before absl parses, because its fields become
-  flags. Errors that name a bad argument end the program with one line and
-  status 2.
+  Errors that name a bad argument end the program with one line and status 2.
   """
-  files = [a.removeprefix(_PREFIX) for a in argv if a.startswith(_PREFIX)]
-  rest = [a for a in argv if not a.startswith(_PREFIX)]
-  try:
-    base = load_experiment(files[-1]) if files else None
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
-  holder = None
-  if base is not None:
-    holder = config_flags.DEFINE_config_dict(
-      "config", _to_config_dict(base), sys_argv=rest
+  if "config" not in flags.FLAGS:
+    flags.DEFINE_string(
+      "config",
+      None,
+      "Configuration file, see configs/; --config.FIELD=VALUE overrides one of its "
+      "fields, as in --config.decode.budget=31. 'none' stands for no value.",
     )
-  elif any(a.startswith("--config.") for a in rest):
-    print("error: --config.field=value needs --config=FILE", file=sys.stderr)
-    sys.exit(2)
+  overrides, rest = _take_overrides(argv)
 
   def with_config(positional: list[str]) -> int | None:
     try:
-      experiment = base
-      if base is not None and holder is not None:
-        experiment = _from_config_dict(base, holder.value)
+      file = flags.FLAGS.config
+      if overrides and file is None:
+        raise ValueError("--config.field=value needs --config=FILE")
+      experiment = None
+      if file is not None:
+        experiment = override(load_experiment(file), overrides)
       return main(positional, experiment)
     except (ValueError, OSError) as error:
-      print(f"error: {error}", file=sys.stderr)
+      _print_error(error)
       return 2
 
   app.run(with_config, argv=rest, flags_parser=_parse)
@@ -84,33 +85,87 @@ def _parse(argv: list[str]) -> list[str]:
   """absl's parser; an unknown flag or value is one line, not a traceback."""
   try:
     return flags.FLAGS(argv)
-  except (flags.Error, KeyError, AttributeError, TypeError) as error:
-    print(f"error: {error}", file=sys.stderr)
+  except flags.Error as error:
+    _print_error(error)
     sys.exit(2)
 
 
-def _to_config_dict(config: Any) -> ConfigDict:
+def _print_error(error: Exception) -> None:
+  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _take_overrides(argv: list[str]) -> tuple[Overrides, list[str]]:
+  """Splits `--config.a.b=value` and `--config.a.b value` off from absl's flags."""
+  overrides: Overrides = {}
+  rest, arguments = [], iter(argv)
+  for argument in arguments:
+    name, equals, value = argument.partition("=")
+    path = name.removeprefix("-").removeprefix("-")
+    if argument == "--":
+      rest += [argument, *arguments]
+    elif not name.startswith("-") or not path.startswith("config."):
+      rest.append(argument)
+    else:
+      *parents, field = path.split(".")[1:]
+      inner = overrides
+      for parent in parents:
+        if not isinstance(inner.get(parent), dict):
+          inner[parent] = {}
+        inner = inner[parent]
+      inner[field] = value if equals else next(arguments, "")
+  return overrides, rest
+
+
+def override(config: Any, changes: Overrides, path: str = "--config") -> Any:
+  """A copy of a dataclass with fields replaced by values given as text.
+
+  Args:
+    config: a dataclass whose fields may be dataclasses in turn.
+    changes: field to text, or to the changes of a nested dataclass. Tuples are
+      comma-separated, "none" stands for None where a field allows it.
+    path: of `config`, for messages.
+
+  Raises:
+    ValueError: no such field, a text that does not fit its type, or a value that
+      the dataclass refuses.
+  """
+  hints = typing.get_type_hints(type(config))
   values = {}
-  for field in dataclasses.fields(config):
-    value = getattr(config, field.name)
-    values[field.name] = _to_config_dict(value) if _nested(value) else value
-  return ConfigDict(values, type_safe=False)
+  for name, change in changes.items():
+    where = f"{path}.{name}"
+    if name not in hints:
+      raise ValueError(f"{where}: no such field; {path} has {', '.join(sorted(hints))}")
+    old = getattr(config, name)
+    if isinstance(change, str):
+      values[name] = _value(hints[name], change, where)
+    elif dataclasses.is_dataclass(old):
+      values[name] = override(old, change, where)
+    else:
+      raise ValueError(f"{where}.{next(iter(change))}: {where} is {old!r}")
+  return dataclasses.replace(config, **values)
 
 
-def _from_config_dict(base: Any, values: Any) -> Any:
-  """`base` with the fields that were overridden; validates again."""
-  changes = {}
-  for field in dataclasses.fields(base):
-    old, new = getattr(base, field.name), values[field.name]
-    if _nested(old):
-      changes[field.name] = _from_config_dict(old, new)
-    elif new != old:
-      changes[field.name] = tuple(new) if isinstance(old, tuple) else new
-  return dataclasses.replace(base, **changes)
-
-
-def _nested(value: Any) -> bool:
-  return dataclasses.is_dataclass(value) and not isinstance(value, type)
+def _value(hint: Any, text: str, where: str) -> Any:
+  """Text as a value of a field's type."""
+  origin, options = typing.get_origin(hint), typing.get_args(hint)
+  if type(None) in options:
+    if text.lower() == "none":
+      return None
+    return _value(next(o for o in options if o is not type(None)), text, where)
+  if origin is tuple:
+    items = [item.strip(" \"'") for item in text.strip(" ()[]").split(",")]
+    return tuple(_value(options[0], item, where) for item in items if item)
+  if hint is str or origin is typing.Literal:
+    return text
+  if hint is bool and text.lower() in ("true", "false"):
+    return text.lower() == "true"
+  if hint in (int, float):
+    try:
+      return hint(text)
+    except ValueError:
+      pass
+  kind = "" if dataclasses.is_dataclass(hint) else f" of type {hint.__name__}"
+  raise ValueError(f"{where}={text}: not a value{kind}")
 
 
 def enable_compilation_cache() -> None:
