@@ -63,6 +63,8 @@ def tree_attention(
   """
   _check_shapes(q, cache, tree_keys, ancestors, depths, lengths, value_dim, chunk)
   _implementation.resolve("tree_attention", implementation)
+  q, cache, tree_keys = map(jnp.asarray, (q, cache, tree_keys))
+  ancestors, depths, lengths = map(jnp.asarray, (ancestors, depths, lengths))
   B, N, H, W = q.shape
   A = ancestors.shape[-1]
   last = lengths[:, None] + depths  # [B, N] a node's own position, its last key
