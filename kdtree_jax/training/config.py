@@ -36,6 +36,8 @@ class TrainConfig(DictMixin):
       train under fake int4 (1 for never).
     anchors: drafter only; blocks per sequence.
     loss_gamma: drafter only; position k weighs exp(-(k - 1) / gamma).
+    dpace_smoothing: drafter only; weigh positions by the chance that they are
+      reached instead (see `dpace_weights`); None keeps the decay.
   """
 
   steps: int
@@ -53,6 +55,7 @@ class TrainConfig(DictMixin):
   quantize_from: float = 0.7
   anchors: int = 64
   loss_gamma: float = 7.0
+  dpace_smoothing: float | None = None
 
   def __post_init__(self) -> None:
     for field in (

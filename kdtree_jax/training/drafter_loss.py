@@ -58,13 +58,15 @@ def drafter_loss(
   valid: jax.Array,
   gamma: float,
   *,
+  dpace_smoothing: float | None = None,
   loss_mask: jax.Array | None = None,
   chunk: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Weighted cross-entropy of the masked rows of all blocks.
 
   Row k = 1 .. L of a block is to predict the token at `anchor + k` and weighs
-  `exp(-(k - 1) / gamma)`; row 0, the anchor, is given. A row does not count where
+  `exp(-(k - 1) / gamma)` (DFlash, arXiv 2602.06036, section 4.2), or what
+  `dpace_weights` gives it; row 0, the anchor, is given. A row does not count where
   its block is not valid, its position lies beyond the sequence, or `loss_mask` is
   False there. The loss is the weighted sum over the sum of the weights.
 
@@ -76,7 +78,8 @@ def drafter_loss(
     anchors: i32 [B, A].
     valid: bool [B, A].
     gamma: decay of the weights, in rows; published: 7 for blocks of 16 tokens, 5
-      for 10, 4 for 8.
+      for 10, 4 for 8. Not used with `dpace_smoothing`.
+    dpace_smoothing: see `dpace_weights`, or None for the decay by position.
     loss_mask: bool [B, T], or None if every token may be predicted.
     chunk: anchors whose logits are alive at once (they are computed again in the
       backward pass), or None for all. All take `4 * B * A * L * V` bytes, several
@@ -109,11 +112,35 @@ def drafter_loss(
 
   hidden = drafter.block_hidden(target, features, tokens, anchors)
   losses, correct = _score(target, hidden, labels, chunk)
-  weights = live * jnp.exp(-jnp.arange(L) / gamma)
+  if dpace_smoothing is None:
+    weights = live * jnp.exp(-jnp.arange(L) / gamma)
+  else:
+    weights = live * dpace_weights(losses, live, dpace_smoothing)
   # where, not a product: a row that does not count may hold anything.
   total = jnp.sum(jnp.where(live, losses, 0.0) * weights)
   loss = total / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
   return loss, _metrics(correct, live)
+
+
+def dpace_weights(losses: jax.Array, live: jax.Array, smoothing: float) -> jax.Array:
+  """Weights that follow how far a block is likely to be accepted.
+
+  With q_i the drafter's probability of the right token at row i and
+  `p_i = (1 - a) q_i + a`, row j weighs `sum over m >= j of prod over i <= m of
+  p_i` (D-PACE, arXiv 2605.18810). At a = 0 this is the gradient of the expected
+  number of accepted drafts; a > 0 keeps deep rows learning early on.
+
+  Args:
+    losses: f32 [..., L] cross-entropy of each row, so that q = exp(-loss).
+    live: bool [..., L]; rows that do not count end the block.
+    smoothing: a, 0 .. 1.
+
+  Returns:
+    f32 [..., L], without a gradient.
+  """
+  q = jnp.where(live, jnp.exp(-jax.lax.stop_gradient(losses)), 0.0)
+  reached = jnp.cumprod(jnp.where(live, (1 - smoothing) * q + smoothing, 0.0), axis=-1)
+  return jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1)
 
 
 def _score(

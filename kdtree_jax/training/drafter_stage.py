@@ -67,7 +67,14 @@ class DrafterStage:
     mask = jnp.broadcast_to(own, tokens.shape)
     anchors, valid = sample_anchors(key, mask, self.config.anchors)
     return drafter_loss(
-      drafter, target, features, tokens, anchors, valid, self.config.loss_gamma
+      drafter,
+      target,
+      features,
+      tokens,
+      anchors,
+      valid,
+      self.config.loss_gamma,
+      dpace_smoothing=self.config.dpace_smoothing,
     )
 
   def step_fn(self) -> Callable[..., tuple[TrainState, Metrics]]:

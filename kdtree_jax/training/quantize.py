@@ -22,7 +22,8 @@ def fake_int4(w: jax.Array, axis: int) -> jax.Array:
   moved = jnp.moveaxis(w, axis, -1)
   groups = moved.reshape(*moved.shape[:-1], -1, GROUP)
   scale = jnp.max(jnp.abs(groups), -1, keepdims=True) / 7
-  scale = jnp.maximum(scale, 1e-5).astype(jnp.bfloat16).astype(jnp.float32)
+  # Not a cast to bf16 and back: XLA drops that pair.
+  scale = jax.lax.reduce_precision(jnp.maximum(scale, 1e-5), 8, 7)
   rounded = jnp.clip(jnp.round(groups / scale), -8, 7) * scale
   rounded = jnp.moveaxis(rounded.reshape(moved.shape), -1, axis)
   return w + jax.lax.stop_gradient(rounded - w)
