@@ -79,7 +79,9 @@ def _heights(children: Mapping[int, Sequence[int]]) -> dict[int, float]:
   return heights
 
 
-def plot_acceptance(accepted_lengths: Mapping[str, Sequence[int]], depth: int) -> Figure:
+def plot_acceptance(
+  accepted_lengths: Mapping[str, Sequence[int]], depth: int
+) -> Figure:
   """Share of rounds in which at least d drafts were accepted, per method.
 
   Args:

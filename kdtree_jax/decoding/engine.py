@@ -24,33 +24,19 @@ from kdtree_jax.model.target import Target
 
 
 def _prefill(
-  target_static,
-  drafter_static,
-  taps,
-  implementation,
-  arrays,
-  state,
-  logits,
-  tokens,
-  count,
+  target_static, drafter_static, taps, implementation, arrays, state, tokens, count
 ):
   target_arrays, drafter_arrays = arrays
-  before = PrefillState(state.cache, state.drafter, logits)
-  after, _ = prefill_chunk(
+  new_state, _ = prefill_chunk(
     modules.merge(target_static, target_arrays),
     modules.merge(drafter_static, drafter_arrays),
-    before,
+    state,
     tokens,
     count,
     taps,
     implementation,
   )
-  new_state = dataclasses.replace(state, cache=after.cache, drafter=after.drafter)
-  return new_state, after.logits
-
-
-def _start(arrays, state, logits, admitted, sequence_ids, sampler, limits):
-  return first_tokens(state, logits, admitted, sequence_ids, sampler, limits)
+  return new_state
 
 
 def _rounds(target_static, drafter_static, program, arrays, state, sampler, limits):
@@ -118,9 +104,10 @@ class Engine:
     cache = LatentCache.empty(
       target.config, settings.slots, settings.capacity, target.dtype
     )
-    drafter_state = (
-      () if drafter is None else drafter.init_state(settings.slots, cache.capacity)
-    )
+    drafter_state = ()
+    if drafter is not None:
+      fresh = drafter.init_state(settings.slots, cache.capacity)
+      drafter_state = modules.unshared(fresh, self._arrays)
     self._vocab_size = target.config.vocab_size
     self._state = DecodeState.empty(
       cache,
@@ -169,9 +156,13 @@ class Engine:
       ids[s] = sequence_ids[index]
     is_new = jnp.asarray(lengths > 0)
     cache = self._state.cache
-    emptied = LatentCache(cache.data, jnp.where(is_new, 0, cache.lengths))
-    self._state = dataclasses.replace(self._state, cache=emptied)
-    logits = jnp.zeros((B, self._vocab_size), jnp.float32)
+    # Each program gets the part of the state that it needs: the fewer shapes it
+    # depends on, the seldomer it is compiled.
+    reading = PrefillState(
+      LatentCache(cache.data, jnp.where(is_new, 0, cache.lengths)),
+      self._state.drafter,
+      jnp.zeros((B, self._vocab_size), jnp.float32),
+    )
     static = (
       self._target_static,
       self._drafter_static,
@@ -180,24 +171,22 @@ class Engine:
     )
     for c in range(chunks):
       count = np.clip(lengths - c * C, 0, C).astype(np.int32)
-      args = (
-        self._arrays,
-        self._state,
-        logits,
-        jnp.asarray(tokens[:, c * C : (c + 1) * C]),
-        jnp.asarray(count),
-      )
-      self._state, logits = self._run_compiled("prefill", _prefill, static, args, 1)
+      chunk = jnp.asarray(tokens[:, c * C : (c + 1) * C])
+      args = (self._arrays, reading, chunk, jnp.asarray(count))
+      reading = self._run_compiled("prefill", _prefill, static, args, 1)
+    no_data = jnp.zeros((0,), jnp.float32)
+    lean = LatentCache(no_data, reading.cache.lengths)
     args = (
-      (),
-      self._state,
-      logits,
+      dataclasses.replace(self._state, cache=lean, drafter=()),
+      reading.logits,
       is_new,
       jnp.asarray(ids),
       self._sampler,
       self._limits,
     )
-    self._state = self._run_compiled("first token", _start, (), args, 1)
+    started = self._run_compiled("first token", first_tokens, (), args, 0)
+    cache = LatentCache(reading.cache.data, started.cache.lengths)
+    self._state = dataclasses.replace(started, cache=cache, drafter=reading.drafter)
     jax.block_until_ready(self._state.root)
     compiling = self._compile_seconds - compiled_before
     for s in admitted:

@@ -40,6 +40,24 @@ def merge(static: Any, arrays: Arrays) -> Any:
   return nnx.merge(static, arrays)
 
 
+def unshared(state: Any, others: Any) -> Any:
+  """The same state in arrays of its own, so that it can be donated.
+
+  Args:
+    state: a pytree of arrays. One array may occur in it several times.
+    others: a pytree of arrays that must outlive the donation.
+  """
+  seen = {id(x) for x in jax.tree.leaves(others)}
+
+  def own(x: Any) -> Any:
+    if id(x) in seen:
+      return jax.numpy.copy(x)
+    seen.add(id(x))
+    return x
+
+  return jax.tree.map(own, state)
+
+
 def compiled(
   name: str,
   function: Callable[..., Any],
@@ -63,7 +81,11 @@ def compiled(
   """
   leaves, structure = jax.tree.flatten(args)
   shapes = tuple((x.shape, jax.numpy.dtype(x.dtype)) for x in leaves)
-  key = (function, static, structure, shapes)
+  # Where no array is bound to a device, the program runs on JAX's default one.
+  devices = frozenset(
+    device for x in leaves if getattr(x, "committed", False) for device in x.devices()
+  )
+  key = (function, static, structure, shapes, devices)
   if key not in _EXECUTABLES:
     start = time.perf_counter()
     jitted = jax.jit(

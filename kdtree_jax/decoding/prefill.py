@@ -75,14 +75,17 @@ def prefill_chunk(
     target, state.cache, tree, feature_layers, implementation
   )
   path = jnp.broadcast_to(slots, (B, C))
-  data = compact(state.cache.data, keys, path, count, lengths)
+  last = jnp.maximum(count - 1, 0)[:, None, None]
+  last_logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
+  # Always true: the write waits for the last layer's reads, see `one_round`.
+  chosen = jnp.argmax(last_logits, axis=-1) >= 0
+  written = jnp.where(chosen, count, 0)
+  data = compact(state.cache.data, keys, path, written, lengths)
   drafter_state = state.drafter
   if drafter is not None:
     drafter_state = drafter.observe(
       target, drafter_state, tree.token_ids, features, lengths, count
     )
-  last = jnp.maximum(count - 1, 0)[:, None, None]
-  last_logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
   new_state = PrefillState(
     cache=LatentCache(data, lengths + count),
     drafter=drafter_state,

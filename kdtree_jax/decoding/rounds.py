@@ -111,7 +111,11 @@ def one_round(
     )
   with jax.named_scope("commit"):
     running = state.running
-    length = jnp.where(running, length, 0)
+    # Always true, but the compiler does not know: the write to the cache has to wait
+    # for the logits. Else it may come before the last layer's reads (plain decoding
+    # knows its path beforehand), and the compiler copies the whole cache.
+    chosen = bonus >= NO_TOKEN
+    length = jnp.where(running & chosen, length, 0)
     slots = jnp.maximum(path, 0)
     path_tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
     data = compact(state.cache.data, keys, path, length, lengths)

@@ -144,4 +144,5 @@ def _top_p_filter(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
   before = jnp.pad(mass[..., :-1], ((0, 0), (0, 0), (1, 0)))
   rank = jnp.argsort(order, axis=-1)
   kept = jnp.take_along_axis(before < top_p, rank, axis=-1)
-  return jnp.where(kept, scaled, -jnp.inf)
+  # A mass that rounds to 0 would drop the first token too.
+  return jnp.where(kept | (rank == 0), scaled, -jnp.inf)

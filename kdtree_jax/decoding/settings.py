@@ -15,6 +15,8 @@ from kdtree_jax.model.target import Target
 
 DEFAULT_TREE_BUDGET = 16
 MOST_SLOTS = 8
+# Logits over a temperature below this may overflow, and leave no order to choose by.
+LOWEST_TEMPERATURE = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,11 @@ def complete(
     check_drafter(drafter, target.config, target.fingerprint)
     max_depth = drafter.max_depth
     budget = _budget(config, max_depth)
+  if 0 < config.temperature < LOWEST_TEMPERATURE:
+    raise ConfigError(
+      f"temperature = {config.temperature} is too small: it must be 0 (greedy) or at "
+      f"least {LOWEST_TEMPERATURE}"
+    )
   rows = config.rows
   if rows is None:
     rows = 1 if config.method == "plain" else round_up(1 + budget, 8)
@@ -104,9 +111,9 @@ def _budget(config: DecodeConfig, max_depth: int) -> int:
 
 def _check_stop_tokens(stop: Sequence[int], vocab_size: int) -> None:
   for token in stop:
-    if not 0 <= token < vocab_size:
+    if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
       raise ConfigError(
-        f"stop_token_ids holds {token}; token ids run from 0 to {vocab_size - 1}"
+        f"stop_token_ids holds {token!r}; token ids run from 0 to {vocab_size - 1}"
       )
 
 
@@ -124,7 +131,10 @@ def check_prompts(
     raise ValueError("prompts is empty: give at least one list of token ids")
   checked = []
   for i, prompt in enumerate(prompts):
-    array = np.asarray(prompt)
+    try:
+      array = np.asarray(prompt)
+    except ValueError:  # lists of several lengths inside
+      array = np.empty((1,), object)
     if array.size == 0:
       raise ValueError(
         f"prompts[{i}] is empty: give at least one token (a beginning-of-text "
