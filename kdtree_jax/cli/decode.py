@@ -46,7 +46,7 @@ def define_flags() -> None:
   flags.DEFINE_enum("method", None, ["plain", "chain", "ddtree"], "How to decode.")
   flags.DEFINE_integer("budget", None, "Tree nodes without the root.")
   flags.DEFINE_integer("rows", None, "Static rows per sequence of the verify step.")
-  flags.DEFINE_integer("slots", None, "Sequences decoded at once.")
+  flags.DEFINE_integer("slots", 1, "Sequences decoded at once.", 1)
   flags.DEFINE_integer("max_new_tokens", None, "Tokens per prompt at most.")
   flags.DEFINE_float("temperature", None, "0 is greedy.")
   flags.DEFINE_float("top_p", None, "Nucleus mass in (0, 1].")

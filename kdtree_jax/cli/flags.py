@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from kdtree_jax.training.config import Experiment
 
@@ -66,6 +66,8 @@ def run(
   overrides, rest = _take_overrides(argv)
 
   def with_config(positional: list[str]) -> int | None:
+    # JAX tells at level INFO which accelerators it did not find.
+    logging.set_verbosity(logging.WARNING)
     try:
       file = flags.FLAGS.config
       if overrides and file is None:

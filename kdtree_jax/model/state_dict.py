@@ -18,33 +18,34 @@ from flax import nnx
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.moe import MoE
 from kdtree_jax.model.target import Block, Target
+from kdtree_jax.reference.weights import weight_shapes
 
 StateDict = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """One variable of the module and the tensors that make it up."""
+  """Variables of the module and the tensors that make them up."""
 
-  variable: nnx.Variable
+  variables: tuple[nnx.Variable, ...]
   names: tuple[str, ...]
-  pack: Callable[..., np.ndarray]  # tensors in the order of `names` -> variable
-  unpack: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+  pack: Callable[..., tuple[np.ndarray, ...]]  # tensors in order -> variables
+  unpack: Callable[..., tuple[np.ndarray, ...]]  # and back
 
 
 def _as_is(variable: nnx.Variable, name: str) -> _Entry:
-  return _Entry(variable, (name,), lambda w: w, lambda v: (v,))
+  return _Entry((variable,), (name,), lambda w: (w,), lambda v: (v,))
 
 
 def _kernel(variable: nnx.Variable, name: str) -> _Entry:
-  return _Entry(variable, (name,), lambda w: w.T, lambda v: (v.T,))
+  return _Entry((variable,), (name,), lambda w: (w.T,), lambda v: (v.T,))
 
 
 def _gate_up(variable: nnx.Variable, prefix: str) -> _Entry:
   return _Entry(
-    variable,
+    (variable,),
     (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
-    lambda gate, up: np.concatenate([gate.T, up.T], axis=1),
+    lambda gate, up: (np.concatenate([gate.T, up.T], axis=1),),
     lambda v: tuple(half.T for half in np.split(v, 2, axis=1)),
   )
 
@@ -65,19 +66,16 @@ def _attention(attn, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
     yield _kernel(attn.q_b_proj.kernel, f"{prefix}.q_b_proj.weight")
   yield _kernel(attn.kv_a_proj.kernel, f"{prefix}.kv_a_proj_with_mqa.weight")
   yield _as_is(attn.kv_a_layernorm.weight, f"{prefix}.kv_a_layernorm.weight")
-  # kv_b_proj [H * (C + E), R] feeds two variables; one entry each reads its part.
-  name = f"{prefix}.kv_b_proj.weight"
+
+  def pack_kv_b(weight: np.ndarray) -> tuple[np.ndarray, ...]:
+    heads = weight.reshape(H, C + E, R)
+    return heads[:, :C], heads[:, C:].swapaxes(1, 2)
+
+  def unpack_kv_b(k_up: np.ndarray, v_up: np.ndarray) -> tuple[np.ndarray, ...]:
+    return (np.concatenate([k_up, v_up.swapaxes(1, 2)], 1).reshape(-1, R),)
+
   yield _Entry(
-    attn.k_up,
-    (name,),
-    lambda w: w.reshape(H, C + E, R)[:, :C],
-    lambda v: (np.concatenate([v, np.zeros((H, E, R), v.dtype)], 1),),
-  )
-  yield _Entry(
-    attn.v_up,
-    (name,),
-    lambda w: w.reshape(H, C + E, R)[:, C:].swapaxes(1, 2),
-    lambda v: (np.concatenate([np.zeros((H, C, R), v.dtype), v.swapaxes(1, 2)], 1),),
+    (attn.k_up, attn.v_up), (f"{prefix}.kv_b_proj.weight",), pack_kv_b, unpack_kv_b
   )
   yield _kernel(attn.o_proj.kernel, f"{prefix}.o_proj.weight")
 
@@ -96,20 +94,20 @@ def _moe(mlp, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
     for e in range(E)
   )
 
-  def pack_gate_up(*weights: np.ndarray) -> np.ndarray:
+  def pack_gate_up(*weights: np.ndarray) -> tuple[np.ndarray, ...]:
     gate = np.stack([w.T for w in weights[:E]], axis=expert_axis)
     up = np.stack([w.T for w in weights[E:]], axis=expert_axis)
-    return np.concatenate([gate, up], axis=2)
+    return (np.concatenate([gate, up], axis=2),)
 
   def unpack_gate_up(value: np.ndarray) -> tuple[np.ndarray, ...]:
     halves = np.split(value, 2, axis=2)
     return tuple(w.T for half in halves for w in np.moveaxis(half, expert_axis, 0))
 
-  yield _Entry(mlp.experts.gate_up, gate_up_names, pack_gate_up, unpack_gate_up)
+  yield _Entry((mlp.experts.gate_up,), gate_up_names, pack_gate_up, unpack_gate_up)
   yield _Entry(
-    mlp.experts.down,
+    (mlp.experts.down,),
     tuple(f"{prefix}.experts.{e}.down_proj.weight" for e in range(E)),
-    lambda *weights: np.stack([w.T for w in weights]),
+    lambda *weights: (np.stack([w.T for w in weights]),),
     lambda v: tuple(w.T for w in v),
   )
   if config.n_shared_experts:
@@ -157,29 +155,15 @@ def target_from_state_dict(
   Raises:
     ValueError: a tensor is missing, left over, or of another shape.
   """
+  _check(config, weights)
   target = nnx.eval_shape(
     lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0), fingerprint=fingerprint)
   )
   target.set_rope_tables()
-  used = set()
   for entry in _entries(target):
-    for name in entry.names:
-      if name not in weights:
-        raise ValueError(f"tensor {name!r} is missing from the state dict")
-    used.update(entry.names)
-    try:
-      value = entry.pack(*(np.asarray(weights[name]) for name in entry.names))
-    except ValueError as error:
-      raise ValueError(f"tensor {entry.names[0]!r} does not fit: {error}") from error
-    if value.shape != entry.variable.shape:
-      raise ValueError(
-        f"tensor {entry.names[0]!r} gives {value.shape} in the module's layout, "
-        f"where the config asks for {entry.variable.shape}"
-      )
-    entry.variable.set_value(jnp.asarray(value, entry.variable.dtype))
-  unexpected = sorted(set(weights) - used)
-  if unexpected:
-    raise ValueError(f"unexpected tensor {unexpected[0]!r} in the state dict")
+    values = entry.pack(*(np.asarray(weights[name]) for name in entry.names))
+    for variable, value in zip(entry.variables, values, strict=True):
+      variable.set_value(jnp.asarray(value, variable.dtype))
   return target
 
 
@@ -187,12 +171,21 @@ def target_to_state_dict(target: Target) -> StateDict:
   """The inverse of `target_from_state_dict`, as f32 arrays."""
   weights: StateDict = {}
   for entry in _entries(target):
-    value = np.asarray(entry.variable[...].astype(jnp.float32))
-    for name, part in zip(entry.names, entry.unpack(value), strict=True):
-      if name in weights:  # the two halves of kv_b_proj
-        part = weights[name].reshape(part.shape) + part
+    values = (np.asarray(v[...].astype(jnp.float32)) for v in entry.variables)
+    for name, part in zip(entry.names, entry.unpack(*values), strict=True):
       weights[name] = np.ascontiguousarray(part)
-  return {
-    name: w.reshape(-1, w.shape[-1]) if name.endswith("kv_b_proj.weight") else w
-    for name, w in weights.items()
-  }
+  return weights
+
+
+def _check(config: ModelConfig, weights: StateDict) -> None:
+  shapes = weight_shapes(config)
+  for name, shape in shapes.items():
+    if name not in weights:
+      raise ValueError(f"tensor {name!r} is missing from the state dict")
+    if np.shape(weights[name]) != shape:
+      raise ValueError(
+        f"tensor {name!r} has shape {np.shape(weights[name])}; the config needs {shape}"
+      )
+  unexpected = sorted(set(weights) - set(shapes))
+  if unexpected:
+    raise ValueError(f"unexpected tensor {unexpected[0]!r} in the state dict")
