@@ -271,6 +271,7 @@ def test_a_missing_argument_of_the_constructor_is_an_error():
     (TrainConfig, {"warmup_steps": -1}, "warmup_steps"),
     (TrainConfig, {"learning_rate": 0.0}, "learning_rate"),
     (TrainConfig, {"learning_rate": math.nan}, "learning_rate"),
+    (TrainConfig, {"dpace_smoothing": 1.5}, "dpace_smoothing"),
     (GenerateConfig, {"prompt_length": 0}, "prompt_length"),
     (GenerateConfig, {"prompt_length": 6}, "prompt_length"),
     (GenerateConfig, {"batch_size": 9}, "batch_size"),

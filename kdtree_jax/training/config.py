@@ -75,6 +75,10 @@ class TrainConfig(DictMixin):
       )
     if not self.learning_rate > 0:
       raise ConfigError(f"learning_rate = {self.learning_rate} must be positive")
+    if self.dpace_smoothing is not None and not 0 <= self.dpace_smoothing <= 1:
+      raise ConfigError(
+        f"dpace_smoothing = {self.dpace_smoothing} must lie in 0 .. 1, or be None"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,8 +73,8 @@ def fit(
     if checkpoints.latest_step() is not None:
       first = checkpoints.latest_step()
       state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
-      _truncate_metrics(metrics_path, first)
-    writer = _MetricsWriter(metrics_path)
+    _truncate_metrics(metrics_path, first)
+    writer = _MetricsWriter(metrics_path, int(state.skipped))
     bar = tqdm.tqdm(
       total=config.steps, initial=first, desc=description, mininterval=5.0
     )
@@ -91,6 +91,7 @@ def fit(
         writer.write({"step": done, "heldout_loss": held_out})
         bar.write(f"{description}: step {done}, held-out loss {held_out:.4f}")
       if done % config.checkpoint_every == 0 and done < config.steps:
+        writer.flush()  # A resumed run does not repeat the lines before this point.
         checkpoints.save(done, args=ocp.args.StandardSave(state))
     bar.close()
   plot_losses(metrics_path, folder / "loss.png", description)
@@ -100,12 +101,12 @@ def fit(
 class _MetricsWriter:
   """Keeps metrics on the device until `flush`, so that steps are not waited for."""
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, skipped: int):
     self._path = path
     self._pending: list[tuple[int, dict[str, jax.Array]]] = []
     self._start = time.perf_counter()
     self._skipped_in_a_row = 0
-    self._last_skipped: int | None = None
+    self._last_skipped = skipped
 
   def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
     self._pending.append((step, metrics))
@@ -130,10 +131,10 @@ class _MetricsWriter:
       f.write(json.dumps(line) + "\n")
 
   def _watch(self, step: int, skipped: int) -> None:
-    before = skipped if self._last_skipped is None else self._last_skipped
-    self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped > before else 0
+    was_skipped = skipped > self._last_skipped
+    self._skipped_in_a_row = self._skipped_in_a_row + 1 if was_skipped else 0
     self._last_skipped = skipped
-    if skipped > before:
+    if was_skipped:
       print(f"step {step + 1}: loss or gradient not finite, step skipped")
     if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
       raise NonFiniteError(
@@ -143,12 +144,17 @@ class _MetricsWriter:
 
 
 def _truncate_metrics(path: Path, step: int) -> None:
-  """Drops lines after the checkpoint that a resumed run starts from."""
+  """Keeps the lines up to the step that a run starts from, a killed run's included."""
+  kept = []
   if path.exists():
-    lines = [
-      line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step
-    ]
-    path.write_text("".join(line + "\n" for line in lines))
+    for line in path.read_text().splitlines():
+      try:
+        record = json.loads(line)
+      except ValueError:  # The run was killed while it wrote this line.
+        break
+      if record["step"] <= step:
+        kept.append(line + "\n")
+  path.write_text("".join(kept))
 
 
 def plot_losses(metrics_path: Path, image_path: Path, title: str) -> None:
@@ -158,7 +164,7 @@ def plot_losses(metrics_path: Path, image_path: Path, title: str) -> None:
 
   records = [json.loads(line) for line in metrics_path.read_text().splitlines()]
   train = [(r["step"], float(r["loss"])) for r in records if "loss" in r]
-  held = [(r["step"], r["heldout_loss"]) for r in records if "heldout_loss" in r]
+  held = [(r["step"], float(r["heldout_loss"])) for r in records if "heldout_loss" in r]
   figure = Figure(figsize=(6, 3.5), layout="constrained")
   FigureCanvasAgg(figure)
   axes = figure.add_subplot()

@@ -79,7 +79,7 @@ def apply_gradients(
   Returns:
     (new state, {"grad_norm", "skipped"}).
   """
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   good = jnp.isfinite(loss) & jnp.isfinite(norm)
   safe = jax.tree.map(lambda g: jnp.where(good, g, 0), grads)
   updates, opt_state = optimizer.update(safe, state.opt_state, state.params)
