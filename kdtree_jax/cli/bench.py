@@ -1,0 +1,251 @@
+"""`kdtree-bench`: acceptance, exactness and speed, measured on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from kdtree_jax.cli import flags as cli_flags
+from kdtree_jax.config import DecodeConfig
+from kdtree_jax.training.config import Experiment
+
+if TYPE_CHECKING:
+  from kdtree_jax.model.target import Target
+
+SUITES = ("acceptance", "exactness", "speed")
+
+
+def define_flags() -> None:
+  """Declares the flags of this program (none exist before `run`)."""
+  flags.DEFINE_enum("suite", None, SUITES, "What to measure.")
+  flags.DEFINE_string("output_dir", "build/bench", "Folder of the JSON and the plots.")
+  flags.DEFINE_string("target", None, "KDTR file of the target; the demo's if unset.")
+  flags.DEFINE_string("drafter", None, "KDTR file of its drafter.")
+  flags.DEFINE_enum(
+    "dtype",
+    None,
+    ["float32", "bfloat16"],
+    "Compute dtype; exactness runs both if unset, the others float32.",
+  )
+  flags.DEFINE_enum(
+    "prompt_set",
+    None,
+    ["humaneval", "gsm_symbolic"],
+    "Held-out prompts; exactness mixes both if unset, the others take humaneval.",
+  )
+  flags.DEFINE_integer("num_prompts", None, "The first so many of the set.", 1)
+  flags.DEFINE_integer("max_new_tokens", None, "Tokens per prompt at most.", 1)
+  flags.DEFINE_list("temperatures", None, "Comma-separated; 0 is greedy.")
+  flags.DEFINE_list("budgets", None, "Comma-separated tree nodes without the root.")
+  flags.DEFINE_list("slots", None, "Sequences at once; exactness takes several.")
+  flags.DEFINE_integer("rows", None, "Static rows per sequence; not for speed.", 1)
+  flags.DEFINE_integer("seed", None, "Seed of the sampling noise.")
+  flags.DEFINE_enum("implementation", None, ["auto", "xla", "cuda"], "Of the ops.")
+  flags.DEFINE_float(
+    "scale", 0.1, "exactness: share of its programs to run, 1 for the whole product."
+  )
+  flags.DEFINE_integer(
+    "min_tokens", 200_000, "exactness: tokens of the whole product; --scale applies."
+  )
+  flags.DEFINE_float(
+    "max_seconds", None, "exactness: begin nothing new after so long; rerun to go on."
+  )
+  flags.DEFINE_integer("repetitions", 3, "speed: decodes per prompt and method.", 1)
+  flags.DEFINE_bool("stages", True, "speed: also time each stage of a round alone.")
+
+
+def main(positional: list[str], experiment: Experiment | None) -> int:
+  """Runs a suite, prints its report and writes it; returns the exit status."""
+  if positional[1:]:
+    raise ValueError(f"unexpected argument {positional[1]!r}; is a flag misspelt?")
+  if flags.FLAGS.suite is None:
+    raise ValueError(f"--suite is needed, one of {', '.join(SUITES)}")
+  folder = Path(flags.FLAGS.output_dir)
+  folder.mkdir(parents=True, exist_ok=True)
+  cli_flags.enable_compilation_cache()
+  suites: dict[str, Callable[[Path, DecodeConfig | None], int]] = {
+    "acceptance": _acceptance,
+    "exactness": _exactness,
+    "speed": _speed,
+  }
+  decode = experiment.decode if experiment else None
+  return suites[flags.FLAGS.suite](folder, decode)
+
+
+def _acceptance(folder: Path, decode: DecodeConfig | None) -> int:
+  from kdtree_jax.bench import acceptance, plots, report
+
+  slots = _numbers("slots", int, (8,))
+  if len(slots) != 1:
+    raise ValueError(f"--slots={slots}: acceptance takes one number")
+  target, drafter, tokenizer = _load_models(flags.FLAGS.dtype or "float32")
+  prompt_set = flags.FLAGS.prompt_set or "humaneval"
+  result = acceptance.run(
+    target,
+    drafter,
+    _prompts(target, tokenizer, prompt_set, 40),
+    budgets=_numbers("budgets", int, (8, 15, 16, 32, 60)),
+    temperatures=_numbers("temperatures", float, (0.0, 0.7)),
+    rows=flags.FLAGS.rows,
+    base=_base(decode or DecodeConfig(), slots=slots[0]),
+    log=_log,
+  )
+  result["settings"] = {"set": prompt_set} | result["settings"]
+  print(acceptance.render(result))
+  stem = folder / f"acceptance_{prompt_set}"
+  report.write_json(stem.with_suffix(".json"), result)
+  plots.acceptance(result, stem.with_suffix(".png"))
+  _wrote(stem.with_suffix(".json"), stem.with_suffix(".png"))
+  return 0 if result["text_difference"] is None else 1
+
+
+def _exactness(folder: Path, decode: DecodeConfig | None) -> int:
+  from kdtree_jax.bench import exactness, prompts, report
+  from kdtree_jax.bench.journal import Journal
+
+  defaults = exactness.Product()
+  dtype = flags.FLAGS.dtype
+  base = decode or defaults.base
+  if decode is not None:
+    # Short chunks of rounds, because their ends are part of what is tested.
+    base = dataclasses.replace(
+      decode,
+      method="ddtree",
+      budget=None,
+      max_new_tokens=defaults.base.max_new_tokens,
+      chunk_rounds=defaults.base.chunk_rounds,
+    )
+  product = dataclasses.replace(
+    defaults,
+    dtypes=(dtype,) if dtype else defaults.dtypes,
+    temperatures=_numbers("temperatures", float, defaults.temperatures),
+    budgets=_numbers("budgets", int, defaults.budgets),
+    slots=_numbers("slots", int, defaults.slots),
+    rows=flags.FLAGS.rows or defaults.rows,
+    scale=flags.FLAGS.scale,
+    min_tokens=flags.FLAGS.min_tokens,
+    base=_base(base),
+  )
+  target, _, tokenizer = _load_models(product.dtypes[0])
+  names = (flags.FLAGS.prompt_set,) if flags.FLAGS.prompt_set else prompts.SETS
+  pool = prompts.interleave([_prompts(target, tokenizer, name, None) for name in names])
+  result = exactness.run(
+    lambda dtype: _load_models(dtype)[:2],
+    pool,
+    product,
+    journal=Journal(folder / "exactness.jsonl"),
+    max_seconds=flags.FLAGS.max_seconds,
+    log=_log,
+  )
+  print(exactness.render(result))
+  report.write_json(folder / "exactness.json", result)
+  _wrote(folder / "exactness.json", folder / "exactness.jsonl")
+  return 0 if result["difference"] is None else 1
+
+
+def _speed(folder: Path, decode: DecodeConfig | None) -> int:
+  from kdtree_jax.bench import plots, report, speed
+
+  if flags.FLAGS.rows is not None or list(_numbers("slots", int, (1,))) != [1]:
+    raise ValueError("speed decodes one sequence, each method at its own rows")
+  temperatures = _numbers("temperatures", float, (0.0,))
+  if len(temperatures) != 1:
+    raise ValueError(f"--temperatures={temperatures}: speed takes one number")
+  target, drafter, tokenizer = _load_models(flags.FLAGS.dtype or "float32")
+  prompt_set = flags.FLAGS.prompt_set or "humaneval"
+  result = speed.run(
+    target,
+    drafter,
+    _prompts(target, tokenizer, prompt_set, 8),
+    budgets=_numbers("budgets", int, speed.BUDGETS),
+    temperature=temperatures[0],
+    repetitions=flags.FLAGS.repetitions,
+    stage_repeats=20 if flags.FLAGS.stages else 0,
+    base=_base(decode or DecodeConfig()),
+    log=_log,
+  )
+  result["settings"] = {"set": prompt_set} | result["settings"]
+  print(speed.render(result))
+  report.write_json(folder / "speed.json", result)
+  plots.speed(result, folder / "speed.png")
+  _wrote(folder / "speed.json", folder / "speed.png")
+  return 0
+
+
+def _base(config: DecodeConfig, slots: int | None = None) -> DecodeConfig:
+  """The configuration with the flags that override its fields."""
+  changes: dict[str, Any] = {} if slots is None else {"slots": slots}
+  for name in ("max_new_tokens", "seed", "implementation"):
+    if flags.FLAGS[name].value is not None:
+      changes[name] = flags.FLAGS[name].value
+  return dataclasses.replace(config, **changes)
+
+
+def _numbers(
+  name: str, kind: Callable[[str], Any], default: Sequence[Any]
+) -> Sequence[Any]:
+  """A list flag as numbers."""
+  texts = flags.FLAGS[name].value
+  if texts is None:
+    return default
+  try:
+    values = tuple(kind(text) for text in texts)
+  except ValueError:
+    values = ()
+  if not values or min(values) < 0:
+    raise ValueError(
+      f"--{name}={','.join(texts)} is not allowed: give numbers of 0 or more, "
+      "separated by commas"
+    )
+  return values
+
+
+def _load_models(dtype: str) -> tuple[Target, Any, Any]:
+  from kdtree_jax.checkpoint import load_drafter, load_target, read_tokenizer_json
+  from kdtree_jax.demo import load_demo
+
+  path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
+  if path is None and drafter_path is None:
+    return load_demo(dtype)  # type: ignore[arg-type]
+  if path is None or drafter_path is None:
+    raise ValueError("--target and --drafter need each other: they are a bonded pair")
+  from tokenizers import Tokenizer
+
+  text = read_tokenizer_json(path)
+  if text is None:
+    raise ValueError(f"--target={path} carries no tokenizer")
+  return (
+    load_target(path, dtype),  # type: ignore[arg-type]
+    load_drafter(drafter_path, dtype),  # type: ignore[arg-type]
+    Tokenizer.from_str(text),
+  )
+
+
+def _prompts(target, tokenizer, name: str, default: int | None) -> list[list[int]]:
+  from kdtree_jax.bench import prompts
+
+  count = flags.FLAGS.num_prompts or default
+  return prompts.held_out(tokenizer, name, target.config.bos_token_id, count)
+
+
+def _log(line: str) -> None:
+  print(f"[{line}]", file=sys.stderr, flush=True)
+
+
+def _wrote(*paths: Path) -> None:
+  print("\nwrote " + ", ".join(map(str, paths)))
+
+
+def run() -> None:
+  """Entry point of the console script."""
+  define_flags()
+  cli_flags.run(main, sys.argv)
+
+
+if __name__ == "__main__":
+  run()
