@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax.checkpoint import load_target, save_drafter, save_target
-from kdtree_jax.config import ConfigError
+from kdtree_jax.config import ConfigError, ModelConfig
 from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.model import Target, target_to_state_dict
 from kdtree_jax.training.config import Experiment, TrainConfig
@@ -48,16 +48,24 @@ def train_target(
     The path of the checkpoint: routed experts int4, the rest bf16.
   """
   config = _stage(experiment.target_train, "target_train")
-  stage = TargetStage(experiment.model, config, make_optimizer(config), compute_dtype())
+  model = experiment.model
+  _check_length("target_train", config.sequence_length, model)
+  train = _tokens(corpus, "train", model)
+  if len(train) < config.sequence_length + 2:
+    raise ValueError(
+      f"training text of {len(train)} tokens is shorter than a window of "
+      f"sequence_length + 1 = {config.sequence_length + 1}"
+    )
+  held_out = _windows(_tokens(corpus, "heldout", model), config)
+  stage = TargetStage(model, config, make_optimizer(config), compute_dtype())
   quantize_from = int(config.quantize_from * config.steps)
   steps = {q: stage.step_fn(quantized=q) for q in (False, True)}
   evals = {q: stage.eval_fn(quantized=q) for q in (False, True)}
-  held_out = _windows(_tokens(corpus, "heldout"), config)
 
   state = fit(
     stage.state,
     lambda step: steps[step >= quantize_from],
-    jnp.asarray(_tokens(corpus, "train")),
+    jnp.asarray(train),
     config,
     work / "target",
     evaluate=lambda state, step: float(evals[step > quantize_from](state, held_out)),
@@ -66,7 +74,7 @@ def train_target(
   path = work / TARGET_FILE
   save_target(
     path,
-    experiment.model,
+    model,
     target_to_state_dict(stage.target(state)),
     expert_format="int4",
     dtype="bfloat16",
@@ -80,8 +88,9 @@ def write_samples(experiment: Experiment, corpus: Path, work: Path) -> Path:
   config = experiment.generate
   if config is None:
     raise ConfigError("the configuration has no 'generate' stage")
+  _check_length("generate", config.sequence_length, experiment.model)
   target = _load_target(work)
-  tokens = _tokens(corpus, "train")
+  tokens = _tokens(corpus, "train", target.config)
   rng = np.random.default_rng(config.seed)
   starts = _prompt_starts(tokens, experiment.model.bos_token_id, rng, config.sequences)
   prompts = tokens[starts[:, None] + np.arange(config.prompt_length)]
@@ -111,10 +120,10 @@ def train_drafter(experiment: Experiment, work: Path) -> Path:
     config,
     make_optimizer(config),
   )
-  samples = np.load(work / SAMPLES_FILE)
-  held_out = samples[:HELD_OUT_SEQUENCES].reshape(
-    -1, min(config.batch_size, HELD_OUT_SEQUENCES), samples.shape[1]
-  )
+  samples = _samples(work)
+  batch = min(config.batch_size, HELD_OUT_SEQUENCES)
+  used = HELD_OUT_SEQUENCES // batch * batch
+  held_out = samples[:used].reshape(-1, batch, samples.shape[1])
   step, evaluate = stage.step_fn(), stage.eval_fn()
   held_out_data = (stage.target_state, jnp.asarray(held_out))
 
@@ -159,10 +168,37 @@ def _stage(config: TrainConfig | None, name: str) -> TrainConfig:
   return config
 
 
-def _tokens(corpus: Path, split: str) -> np.ndarray:
+def _check_length(stage: str, length: int, model: ModelConfig) -> None:
+  if length > model.max_position_embeddings:
+    raise ConfigError(
+      f"{stage}.sequence_length = {length} exceeds the model's "
+      f"max_position_embeddings = {model.max_position_embeddings}"
+    )
+
+
+def _samples(work: Path) -> np.ndarray:
+  path = work / SAMPLES_FILE
+  if not path.exists():
+    raise FileNotFoundError(f"{path} is missing: run --stage=samples first")
+  samples = np.load(path)
+  if len(samples) <= HELD_OUT_SEQUENCES:
+    raise ValueError(
+      f"{path} holds {len(samples)} sequences; {HELD_OUT_SEQUENCES} are held out, so "
+      "more are needed"
+    )
+  return samples
+
+
+def _tokens(corpus: Path, split: str, model: ModelConfig) -> np.ndarray:
   for name in (f"{split}.u16", f"{split}.u16.xz"):
     if (corpus / name).exists():
-      return load_tokens(corpus / name)
+      tokens = load_tokens(corpus / name)
+      if tokens.max(initial=0) >= model.vocab_size:
+        raise ValueError(
+          f"{corpus / name} holds token {tokens.max()}; the model's vocab_size is "
+          f"{model.vocab_size}"
+        )
+      return tokens
   raise FileNotFoundError(
     f"{corpus} holds no {split}.u16 or {split}.u16.xz: run --stage=corpus first"
   )
@@ -186,6 +222,8 @@ def _prompt_starts(
 ) -> np.ndarray:
   """Half of the prompts start at a document's first token, half anywhere."""
   last = len(tokens) - 2048
+  if last < 1:
+    raise ValueError(f"training text of {len(tokens)} tokens is too short for prompts")
   anywhere = rng.integers(0, last, count)
   if bos is None:
     return anywhere
