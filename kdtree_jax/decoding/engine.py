@@ -39,7 +39,9 @@ def _prefill(
   return new_state
 
 
-def _rounds(target_static, drafter_static, program, arrays, state, sampler, limits):
+def _rounds(
+  target_static, drafter_static, program, arrays, state, sampler, limits, rounds
+):
   target_arrays, drafter_arrays = arrays
   return run_rounds(
     modules.merge(target_static, target_arrays),
@@ -47,6 +49,7 @@ def _rounds(target_static, drafter_static, program, arrays, state, sampler, limi
     state,
     sampler,
     limits,
+    rounds,
     program,
   )
 
@@ -88,8 +91,7 @@ class Engine:
       method=settings.method,
       rows=settings.rows,
       depth=settings.depth,
-      chunk_rounds=config.chunk_rounds,
-      trace=config.return_trees,
+      trace_rounds=config.chunk_rounds if config.return_trees else 0,
       implementation=config.implementation,
     )
     self._sampler = Sampler.create(config.temperature, config.top_p, config.seed)
@@ -197,7 +199,8 @@ class Engine:
     """One chunk of rounds."""
     start, compiled_before = time.perf_counter(), self._compile_seconds
     static = (self._target_static, self._drafter_static, self._program)
-    args = (self._arrays, self._state, self._sampler, self._limits)
+    limit = jnp.asarray(self._settings.config.chunk_rounds, jnp.int32)
+    args = (self._arrays, self._state, self._sampler, self._limits, limit)
     name = f"{self._program.method} rounds"
     self._state, traces, rounds = self._run_compiled(name, _rounds, static, args, 1)
     jax.block_until_ready(self._state.root)
@@ -265,7 +268,7 @@ class Engine:
             compile_seconds=slot.compile_seconds,
           ),
           logits=logits,
-          rounds=tuple(slot.rounds) if self._program.trace else None,
+          rounds=tuple(slot.rounds) if self._program.trace_rounds else None,
         )
         slots[s] = None
       if n > slot.reported or reason is not None:

@@ -38,16 +38,15 @@ class Program:
     method: "plain", "chain" or "ddtree".
     rows: rows per sequence of the verify step.
     depth: deepest draft, 0 for "plain".
-    chunk_rounds: rounds per call at most.
-    trace: keep a `RoundTrace` of each round.
+    trace_rounds: rounds of a call of which a `RoundTrace` is kept, or 0. The
+      number of rounds itself is no part of the program.
     implementation: of the ops.
   """
 
   method: str
   rows: int
   depth: int
-  chunk_rounds: int
-  trace: bool
+  trace_rounds: int
   implementation: str
 
 
@@ -142,7 +141,7 @@ def one_round(
     state, kept = emit(state, new_tokens, new_logits, count, limits)
     state = _count_round(state, running, kept)
     state = end_full_or_failed(state, failed, limits)
-  if not program.trace:
+  if not program.trace_rounds:
     return state, None
   return state, RoundTrace(tree, draft_logits, path, length, lengths)
 
@@ -198,30 +197,36 @@ def run_rounds(
   state: DecodeState,
   sampler: Sampler,
   limits: Limits,
+  rounds: jax.Array,
   program: Program,
 ) -> tuple[DecodeState, RoundTrace | None, jax.Array]:
-  """Up to `program.chunk_rounds` rounds, fewer where all slots have ended.
+  """Up to `rounds` rounds, fewer where all slots have ended.
+
+  Args:
+    target, drafter, state, sampler, limits: as in `one_round`.
+    rounds: i32 [], at most `program.trace_rounds` where that is not 0.
+    program: static.
 
   Returns:
-    (state, traces with a leading axis [chunk_rounds] or None, i32 [] rounds run).
+    (state, traces with a leading axis [trace_rounds] or None, i32 [] rounds run).
   """
   traces = None
-  if program.trace:
+  if program.trace_rounds:
     shapes = jax.eval_shape(
       lambda s: one_round(target, drafter, s, sampler, limits, program)[1], state
     )
     traces = jax.tree.map(
-      lambda x: jnp.zeros((program.chunk_rounds, *x.shape), x.dtype), shapes
+      lambda x: jnp.zeros((program.trace_rounds, *x.shape), x.dtype), shapes
     )
 
   def goes_on(carry) -> jax.Array:
     state, _, r = carry
-    return (r < program.chunk_rounds) & jnp.any(state.running)
+    return (r < rounds) & jnp.any(state.running)
 
   def body(carry):
     state, traces, r = carry
     state, trace = one_round(target, drafter, state, sampler, limits, program)
-    if program.trace:
+    if program.trace_rounds:
       traces = jax.tree.map(
         lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, r, 0),
         traces,
