@@ -47,8 +47,15 @@ def environment() -> dict[str, Any]:
     },
     "xla_flags": os.environ.get("XLA_FLAGS", ""),
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    "command": _command(),
   }
+
+
+def _command() -> str:
+  program = Path(sys.argv[0]).name
+  if program == "bench.py":  # python -m kdtree_jax.cli.bench
+    program = "kdtree-bench"
+  return shlex.join([program, *sys.argv[1:]])
 
 
 def _processor() -> str:

@@ -185,10 +185,10 @@ def test_more_tokens_come_from_other_prompts_and_seeds(monkeypatch):
   monkeypatch.setattr(exactness, "decode", note)
   product = dataclasses.replace(
     PRODUCT,
-    drafters=("scripted_100",),
+    drafters=("dflash",),
     budgets=(7,),
-    lengths=(5,),
-    # Of one prompt each time, which ends by a full cache.
+    # One prompt each time, which ends by a full cache.
+    lengths=(126,),
     min_tokens=2 * 17 + 1,
   )
   report = run(product=product)
@@ -198,7 +198,10 @@ def test_more_tokens_come_from_other_prompts_and_seeds(monkeypatch):
   # Plain decoding and speculation, of the same prompt each time.
   assert asked[::2] == asked[1::2]
   prompts, seeds = zip(*asked[::2], strict=True)
-  assert prompts == tuple(tuple(p[:5]) for p in models.PROMPTS)
+  pool = models.PROMPTS
+  assert prompts == tuple(
+    tuple((pool[i] + pool[(i + 1) % 3] + pool[(i + 2) % 3])[:126]) for i in range(3)
+  )
   assert seeds == (0, 1, 2)
 
 

@@ -16,6 +16,7 @@ from kdtree_jax.bench import acceptance, plots, report, speed
 from kdtree_jax.bench.stages import STAGES, StageTimer
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import DecodeResult, SequenceResult, Stats
+from kdtree_jax.drafter import NGram
 from tests.decoding import models
 
 PROMPTS = [[1, 2], [3]]
@@ -206,7 +207,7 @@ def test_speed_refuses_texts_without_rounds(monkeypatch):
 
 def test_every_stage_takes_time():
   timer = StageTimer(
-    models.target(), models.dflash(), models.PROMPTS[0], BASE, 200, repeats=2
+    models.target(), NGram(models.VOCAB), models.PROMPTS[0], BASE, 200, repeats=2
   )
   tree = timer.measure("ddtree", 3, 4)
   assert tuple(tree) == STAGES
