@@ -76,7 +76,7 @@ def run(
       if file is not None:
         experiment = override(load_experiment(file), overrides)
       return main(positional, experiment)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
       _print_error(error)
       return 2
 

@@ -12,6 +12,7 @@ from kdtree_jax.config import ConfigError, DecodeConfig
 from kdtree_jax.drafter.base import check_drafter
 from kdtree_jax.model.cache import round_up
 from kdtree_jax.model.target import Target
+from kdtree_jax.ops import _implementation
 
 DEFAULT_TREE_BUDGET = 16
 MOST_SLOTS = 8
@@ -47,7 +48,9 @@ def complete(
   Raises:
     ConfigError: models and configuration do not fit together; the message names
       the field.
+    NotImplementedError: an implementation that is not installed.
   """
+  _implementation.resolve("tree_attention", config.implementation)
   if config.method == "plain":
     if drafter is not None:
       raise ConfigError('drafter must be None for method = "plain"')
