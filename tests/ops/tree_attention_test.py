@@ -22,8 +22,6 @@ SHAPES = [
   (1, 1, 80, 64),
   (8, 1, 80, 64),
   (1, 5, 80, 64),
-  (8, 5, 80, 64),
-  (1, 16, 80, 64),
   (8, 16, 80, 64),
   (8, 2, 576, 512),
 ]
@@ -160,7 +158,7 @@ def test_the_bound_would_see_one_key_lost(dtype):
 
 def test_first_token_of_a_text_returns_its_own_values():
   """One key has weight 1 whatever the query, so the bits are those of the key."""
-  case = make_case((8, 5, 80, 64), "float32")
+  case = make_case((8, 16, 80, 64), "float32")
   roots = case.depths[0] == 0
   assert case.lengths[0] == 0 and roots.any()
   values = np.broadcast_to(case.tree_keys[0, roots, None, :64], (roots.sum(), 8, 64))
@@ -346,7 +344,7 @@ def test_nodes_beyond_the_end_of_the_cache():
 
 
 def test_the_chunk_is_an_argument():
-  case = make_case((8, 5, 80, 64), "float32")
+  case = make_case((8, 16, 80, 64), "float32")
   arguments = dataclasses.asdict(case)  # numpy arrays do outside of jit, too
   small = ops.tree_attention(**arguments, scale=case.scale, chunk=32)
   for b in range(B):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 
 import jax
@@ -10,6 +12,7 @@ from flax import nnx
 
 from kdtree_jax.model import target_from_state_dict
 from kdtree_jax.reference import drafter_weight_shapes, random_weights
+from kdtree_jax.training import drafter_stage
 from kdtree_jax.training.drafter_loss import dpace_weights
 from kdtree_jax.training.drafter_stage import DrafterStage
 from kdtree_jax.training.loop import fit
@@ -108,6 +111,24 @@ def test_the_target_takes_part_in_the_loss(stage, evaluate):
   _, other = nnx.split(target_from_state_dict(MODEL, weights))
   before = evaluate(stage.state)["loss"]
   assert evaluate(stage.state, other)["loss"] != before
+
+
+def test_the_loss_gets_the_settings_of_the_stage(stage, monkeypatch):
+  seen = {}
+
+  def record(drafter, target, features, tokens, anchors, valid, gamma, **settings):
+    seen.update(settings, gamma=gamma, anchors=anchors.shape)
+    return jnp.zeros(()), {}
+
+  monkeypatch.setattr(drafter_stage, "drafter_loss", record)
+  other = copy.copy(stage)
+  other.config = dataclasses.replace(
+    DRAFTER_TRAIN, dpace_smoothing=0.3, loss_gamma=5.0, anchors=6
+  )
+  tokens = held_out_samples()[0].astype(jnp.int32)
+  arguments = (stage.state.params, stage.target_state, tokens, jax.random.key(0))
+  jax.eval_shape(other._loss, *arguments)
+  assert seen == {"gamma": 5.0, "dpace_smoothing": 0.3, "anchors": (4, 6)}
 
 
 def expected_tokens(q: np.ndarray) -> float:

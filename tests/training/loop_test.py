@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path):
   ran = []
   resumed = fit(
     # Other values: all of the state must come from the checkpoint.
-    jax.tree.map(lambda x: jnp.ones_like(x), stage.state),
+    jax.tree.map(jnp.ones_like, stage.state),
     lambda index: ran.append(index) or step,
     *arguments,
     broken,

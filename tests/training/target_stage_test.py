@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
   return fit(fresh(target_stage().state), lambda _: target_step(), data, TRAIN, folder)
 
 
-def held_out(batches: int = 3) -> np.ndarray:
+def held_out(batches: int = 5) -> np.ndarray:
   """i32 [batches, 4, 17]."""
   tokens = corpus()[7 : 7 + batches * 4 * 17]
   return tokens.astype(np.int32).reshape(batches, 4, 17)

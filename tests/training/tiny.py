@@ -91,7 +91,7 @@ PROMPT, LENGTH = 4, 12
 SAMPLES, HELD_OUT = 80, 10
 
 
-def corpus(tokens: int = 1000) -> np.ndarray:
+def corpus(tokens: int = 3000) -> np.ndarray:
   """u16: 16 distinct tokens over and over, so that the next one is certain."""
   cycle = np.random.default_rng(0).permutation(np.arange(2, VOCAB))[:PERIOD]
   return np.resize(cycle, tokens).astype(np.uint16)
