@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kdtree_jax as kd
 from kdtree_jax import reference as ref
 from kdtree_jax.config import DecodeConfig, DrafterConfig, ModelConfig
-from kdtree_jax.decoding import DecodeResult
+from kdtree_jax.decoding import DecodeResult, modules
 from kdtree_jax.drafter import DFlash, NGram, Scripted
 from kdtree_jax.model.state_dict import target_from_state_dict
 from kdtree_jax.model.target import Target
@@ -176,6 +177,17 @@ class Mixed:
     bad = jnp.array([0, jnp.nan, 0, jnp.inf, 0, -jnp.inf, 0])[:, None]
     tables.append(noise + jnp.roll(bad, jnp.sum(roots[0]), axis=0))
     return jnp.stack(tables)[self.kind]
+
+
+def watch_calls(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]) -> None:
+  """Every compiled call of a decode becomes `call(name, run, args, donated index)`."""
+  compiled = modules.compiled
+
+  def watched(name, function, static, args, donate, on_compile):
+    run = compiled(name, function, static, args, donate, on_compile)
+    return lambda *args: call(name, run, args, donate)
+
+  monkeypatch.setattr(modules, "compiled", watched)
 
 
 SETTINGS: dict[str, Any] = {

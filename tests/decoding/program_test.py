@@ -18,6 +18,7 @@ import kdtree_jax as kd
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import modules
 from kdtree_jax.decoding.compare import first_difference
+from kdtree_jax.decoding.prefill import PrefillState, prefill_chunk
 from kdtree_jax.decoding.rounds import Program, run_rounds
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.state import DecodeState, Limits
@@ -35,6 +36,7 @@ from tests.decoding.models import (
   plain,
   target,
   true_script,
+  watch_calls,
 )
 
 SAMPLING = {"temperature": 1.0}
@@ -48,21 +50,15 @@ def watched(monkeypatch):
   """Every compiled call of a decode, under a guard: (name, donated leaves, HLO)."""
   true_script(**SAMPLING)  # Decoded before anyone watches.
   calls = []
-  compiled = modules.compiled
 
-  def watch(name, function, static, args, donate, on_compile):
-    run = compiled(name, function, static, args, donate, on_compile)
+  def call(name, run, args, donate):
+    donated = jax.tree.leaves(args[donate])
+    with jax.transfer_guard("disallow"):
+      out = jax.block_until_ready(run(*args))
+    calls.append((name, donated, run.as_text()))
+    return out
 
-    def call(*args):
-      donated = jax.tree.leaves(args[donate])
-      with jax.transfer_guard("disallow"):
-        out = jax.block_until_ready(run(*args))
-      calls.append((name, donated, run.as_text()))
-      return out
-
-    return call
-
-  monkeypatch.setattr(modules, "compiled", watch)
+  watch_calls(monkeypatch, call)
   return calls
 
 
@@ -155,31 +151,39 @@ CAPACITY = 1 << 15  # so long that a program's other needs are small against a c
 
 
 @functools.cache
-def long_program():
-  """(executable of plain rounds over a long cache, bytes of that cache).
+def long_program(name):
+  """(executable of plain rounds or prefill over a long cache, bytes of that cache).
 
-  Plain decoding is the hardest case: it knows its path before the target has run,
-  so nothing but the commit's own order keeps the write behind the last read.
+  They are the hardest cases: both know their path before the target has run, so
+  nothing but the commit's own order keeps the write behind the last read.
   """
   model = target()
   program = Program("plain", ROWS, 0, 0, "auto")
+  limits = Limits(jnp.full(4, -1), jnp.asarray(CAPACITY), jnp.asarray(0))
 
-  def start() -> DecodeState:
+  def start():
     cache = LatentCache.empty(CONFIG, SLOTS, CAPACITY, jnp.float32)
+    if name == "prefill":
+      return PrefillState(cache, (), jnp.zeros((SLOTS, VOCAB)))
     return DecodeState.empty(cache, (), NEW, VOCAB, True)
 
-  def run(state, sampler, limits):
+  def run(state, sampler, tokens, count):
+    if name == "prefill":
+      return prefill_chunk(model, None, state, tokens, count, (), "auto")[0]
     return run_rounds(model, None, state, sampler, limits, jnp.asarray(16), program)
 
-  limits = Limits(jnp.full(4, -1), jnp.asarray(CAPACITY), jnp.asarray(0))
   state = jax.eval_shape(start)
-  lowered = jax.jit(run, donate_argnums=0).lower(state, Sampler.create(0.0), limits)
+  tokens, count = jnp.zeros((SLOTS, 16), jnp.int32), jnp.zeros((SLOTS,), jnp.int32)
+  lowered = jax.jit(run, donate_argnums=0, keep_unused=True).lower(
+    state, Sampler.create(0.0), tokens, count
+  )
   return lowered.compile(), state.cache.data.size * 4
 
 
-def test_keys_are_written_in_place():
-  """No round begins with a copy of the cache for the commit to write to."""
-  executable, cache = long_program()
+@pytest.mark.parametrize("name", ["rounds", "prefill"])
+def test_keys_are_written_in_place(name):
+  """No call or round begins with a copy of the cache for the commit to write to."""
+  executable, cache = long_program(name)
   layers = CONFIG.num_hidden_layers
   shape = rf"f32\[{layers},{SLOTS},{CAPACITY},{CONFIG.cache_width}\]"
   hlo = executable.as_text()
@@ -192,8 +196,9 @@ def test_keys_are_written_in_place():
 @pytest.mark.xfail(
   strict=True, reason="a layer's part of the cache is cut out before attention reads it"
 )
-def test_the_cache_is_read_in_place():
-  executable, cache = long_program()
+@pytest.mark.parametrize("name", ["rounds", "prefill"])
+def test_the_cache_is_read_in_place(name):
+  executable, cache = long_program(name)
   assert executable.memory_analysis().temp_size_in_bytes < cache / 4
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import kdtree_jax as kd
 from kdtree_jax.config import DecodeConfig
-from kdtree_jax.decoding import modules
 from tests.decoding.models import (
   NEW,
   PROMPTS,
@@ -20,6 +19,7 @@ from tests.decoding.models import (
   prompt,
   target,
   true_script,
+  watch_calls,
 )
 
 SAMPLING = {"temperature": 1.0}
@@ -63,13 +63,13 @@ def test_tokens_arrive_before_the_end(monkeypatch):
   """The first token is there before any round, the next after one chunk."""
   stream = events_of()
   names = []
-  compiled = modules.compiled
 
-  def count(name, *arguments):
+  def call(name, run, args, donate):
+    del donate
     names.append(name)
-    return compiled(name, *arguments)
+    return run(*args)
 
-  monkeypatch.setattr(modules, "compiled", count)
+  watch_calls(monkeypatch, call)
   first = list(itertools.islice(stream, 3))
   assert [len(e.tokens) for e in first] == [1, 1, 1]
   assert "ddtree rounds" not in names
