@@ -164,22 +164,23 @@ class _Run:
   def __init__(self, target, drafter, tokenizer, tokens, config: DecodeConfig):
     self.target, self.drafter = target, drafter
     self.tokenizer, self.tokens, self.config = tokenizer, tokens, config
+    self.compile_seconds = 0.0
 
   def decode(self, config: DecodeConfig) -> tuple[DecodeResult, float]:
     """The result, and the seconds it took, compilation not counted."""
     from kdtree_jax.decoding import decode
 
-    compiling = 0.0
-
-    def on_compile(name: str, seconds: float) -> None:
-      nonlocal compiling
-      compiling += seconds
-      print(f"[compiled {name}: {seconds:.1f} s]", file=sys.stderr, flush=True)
-
-    start = time.perf_counter()
+    start, compiled_before = time.perf_counter(), self.compile_seconds
     drafter = None if config.method == "plain" else self.drafter
-    result = decode(self.target, drafter, self.tokens, config, on_compile=on_compile)
+    result = decode(
+      self.target, drafter, self.tokens, config, on_compile=self._on_compile
+    )
+    compiling = self.compile_seconds - compiled_before
     return result, time.perf_counter() - start - compiling
+
+  def _on_compile(self, name: str, seconds: float) -> None:
+    self.compile_seconds += seconds
+    print(f"[compiled {name}: {seconds:.1f} s]", file=sys.stderr, flush=True)
 
   def plain_speeds(self) -> list[float]:
     """Tokens per second of each prompt, decoded plainly and alone at one row."""
@@ -190,7 +191,14 @@ class _Run:
     )
     speeds = []
     for i, tokens in enumerate(self.tokens):
-      result = decode(self.target, None, [tokens], config, sequence_ids=[i])
+      result = decode(
+        self.target,
+        None,
+        [tokens],
+        config,
+        sequence_ids=[i],
+        on_compile=self._on_compile,
+      )
       speeds.append(tokens_per_second(result[0]))
     return speeds
 
