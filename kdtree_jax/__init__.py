@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from kdtree_jax import checkpoint, drafter, ops, reference
-  from kdtree_jax.checkpoint import load_checkpoint
+  from kdtree_jax.checkpoint import KdtrError, load_checkpoint
   from kdtree_jax.config import (
     ConfigError,
     DecodeConfig,
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
   from kdtree_jax.decoding import DecodeResult, decode, stream
   from kdtree_jax.demo import load_demo
   from kdtree_jax.environment import print_environment
-  from kdtree_jax.functional import commit, draft, forward, prefill, verify
+  from kdtree_jax.functional import (
+    commit,
+    draft,
+    draft_context,
+    forward,
+    observe,
+    prefill,
+    verify,
+  )
   from kdtree_jax.tree import Tree
 
 __version__ = "0.1.0"
@@ -34,6 +42,7 @@ __all__ = [
   "DecodeConfig",
   "DecodeResult",
   "DrafterConfig",
+  "KdtrError",
   "ModelConfig",
   "Tree",
   "TreeConfig",
@@ -42,10 +51,12 @@ __all__ = [
   "commit",
   "decode",
   "draft",
+  "draft_context",
   "drafter",
   "forward",
   "load_checkpoint",
   "load_demo",
+  "observe",
   "ops",
   "prefill",
   "print_environment",
@@ -60,6 +71,7 @@ _MODULES = {
   "DecodeConfig": "kdtree_jax.config",
   "DecodeResult": "kdtree_jax.decoding",
   "DrafterConfig": "kdtree_jax.config",
+  "KdtrError": "kdtree_jax.checkpoint",
   "ModelConfig": "kdtree_jax.config",
   "Tree": "kdtree_jax.tree",
   "TreeConfig": "kdtree_jax.config",
@@ -68,10 +80,12 @@ _MODULES = {
   "commit": "kdtree_jax.functional",
   "decode": "kdtree_jax.decoding",
   "draft": "kdtree_jax.functional",
+  "draft_context": "kdtree_jax.functional",
   "drafter": "kdtree_jax.drafter",
   "forward": "kdtree_jax.functional",
   "load_checkpoint": "kdtree_jax.checkpoint",
   "load_demo": "kdtree_jax.demo",
+  "observe": "kdtree_jax.functional",
   "ops": "kdtree_jax.ops",
   "prefill": "kdtree_jax.functional",
   "print_environment": "kdtree_jax.environment",
