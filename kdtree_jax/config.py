@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeGuard
 
 
 class ConfigError(ValueError):
@@ -27,11 +28,20 @@ def _check(condition: bool, field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")
 
 
+def _is_integer(value: object) -> TypeGuard[int]:
+  """Python's and numpy's integers, but not True and False."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _positive(config: object, *fields: str) -> None:
   for field in fields:
     value = getattr(config, field)
     _check(
-      isinstance(value, int) and not isinstance(value, bool) and value > 0,
+      _is_integer(value) and value > 0,
       field,
       value,
       "it must be a positive integer",
@@ -57,6 +67,10 @@ class DictMixin:
     Raises:
       ConfigError: a field without default is missing, or a name is unknown.
     """
+    if not isinstance(data, Mapping):
+      raise ConfigError(
+        f"{cls.__name__} is read from a mapping, not from {type(data).__name__}"
+      )
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(fields))
     if unknown:
@@ -79,6 +93,9 @@ class DictMixin:
     scaling = values.get("rope_scaling")
     if isinstance(scaling, Mapping):
       values["rope_scaling"] = YarnConfig.from_dict(scaling)
+    eos = values.get("eos_token_id", ())
+    if isinstance(eos, int) or eos is None:  # Hugging Face writes one id, or null
+      values["eos_token_id"] = () if eos is None else (eos,)
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return cls(**values)
 
@@ -255,6 +272,19 @@ class ModelConfig(DictMixin):
       self.latent_norm_eps,
       "it must be > 0",
     )
+    _check(
+      self.rope_scaling is None or isinstance(self.rope_scaling, YarnConfig),
+      "rope_scaling",
+      self.rope_scaling,
+      "it must be a YarnConfig or None",
+    )
+    if self.bos_token_id is not None:
+      _check(
+        _is_integer(self.bos_token_id) and 0 <= self.bos_token_id < self.vocab_size,
+        "bos_token_id",
+        self.bos_token_id,
+        f"token ids run from 0 to {self.vocab_size - 1}",
+      )
     _check(self.rope_theta > 1, "rope_theta", self.rope_theta, "it must be > 1")
     for token in self.eos_token_id:
       _check(
@@ -416,7 +446,7 @@ class TreeConfig(DictMixin):
 
   def __post_init__(self) -> None:
     _check(
-      isinstance(self.budget, int) and self.budget >= 0,
+      _is_integer(self.budget) and self.budget >= 0,
       "budget",
       self.budget,
       "it counts tree nodes without the root, so it must be 0 or more",
@@ -440,7 +470,7 @@ class DecodeConfig(DictMixin):
     slots: sequences decoded at once; None means all prompts, at most 8.
     max_new_tokens: tokens generated per prompt at most, the first included.
     temperature: 0 decodes greedily.
-    top_p: nucleus mass in (0, 1]; 1 keeps all tokens. Needs temperature > 0.
+    top_p: nucleus mass in (0, 1]; 1 keeps all tokens. No effect when greedy.
     seed: seed of the sampling noise, 0 .. 2**32 - 1.
     stop_token_ids: tokens that end a sequence; None takes the target's
       `eos_token_id`, () stops at none.
@@ -478,17 +508,30 @@ class DecodeConfig(DictMixin):
       if getattr(self, field) is not None:
         _positive(self, field)
     _positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
+    for field in ("return_logits", "return_trees"):
+      _one_of(self, field, (True, False))
     _check(
-      math.isfinite(self.temperature) and self.temperature >= 0,
+      self.stop_token_ids is None or isinstance(self.stop_token_ids, tuple),
+      "stop_token_ids",
+      self.stop_token_ids,
+      "it must be a tuple of token ids, or None",
+    )
+    _check(
+      _is_number(self.temperature)
+      and math.isfinite(self.temperature)
+      and self.temperature >= 0,
       "temperature",
       self.temperature,
       "it must be 0 (greedy) or a positive finite number",
     )
     _check(
-      0 < self.top_p <= 1, "top_p", self.top_p, "it is a probability mass in (0, 1]"
+      _is_number(self.top_p) and 0 < self.top_p <= 1,
+      "top_p",
+      self.top_p,
+      "it is a probability mass in (0, 1]",
     )
     _check(
-      isinstance(self.seed, int) and 0 <= self.seed < 2**32,
+      _is_integer(self.seed) and 0 <= self.seed < 2**32,
       "seed",
       self.seed,
       "it must be an integer from 0 to 2**32 - 1",

@@ -33,6 +33,14 @@ _DECODE_FIELDS = (
 )
 
 
+_REASONS = {
+  "stop": "a stop token",
+  "length": "--max_new_tokens",
+  "cache": "the last position of the cache (the model's longest text, or cache_len)",
+  "error": "logits that were not finite",
+}
+
+
 def define_flags() -> None:
   """Declares the flags of this program (none exist before `run`)."""
   flags.DEFINE_string("prompt", None, "Text to continue.")
@@ -128,6 +136,7 @@ def _read_prompts() -> tuple[list[dict[str, Any]], str | None]:
   if flags.FLAGS.prompt is not None:
     if not flags.FLAGS.prompt:
       raise ValueError("--prompt is empty")
+    prompt_files.check_text(flags.FLAGS.prompt)
     return [{"prompt": flags.FLAGS.prompt}], None
   if flags.FLAGS.prompts is not None:
     prompts, bad_line = prompt_files.read_jsonl(flags.FLAGS.prompts)
@@ -150,10 +159,10 @@ def _load_models():
     raise ValueError("--drafter needs --target: a drafter is bonded to its target")
   from tokenizers import Tokenizer
 
+  target = load_target(path, flags.FLAGS.dtype)
   text = read_tokenizer_json(path)
   if text is None:
     raise ValueError(f"--target={path} carries no tokenizer")
-  target = load_target(path, flags.FLAGS.dtype)
   drafter = load_drafter(drafter_path, flags.FLAGS.dtype) if drafter_path else None
   return target, drafter, Tokenizer.from_str(text)
 
@@ -245,8 +254,8 @@ def _print_text(prompt: dict, sequence: SequenceResult, tokenizer, run: _Run) ->
       print(line)
   print(
     f"--- {len(sequence.tokens)} tokens, {stats.rounds} rounds, "
-    f"{stats.tokens_per_round:.2f} tokens per round (drafts + bonus, mean over "
-    f"rounds), finished by {sequence.finish_reason}\n"
+    + (f"{stats.tokens_per_round:.2f} tokens per round, " if stats.rounds else "")
+    + f"finished by {_REASONS[sequence.finish_reason]}\n"
   )
 
 

@@ -63,6 +63,9 @@ def run(
       "Configuration file, see configs/; --config.FIELD=VALUE overrides one of its "
       "fields, as in --config.decode.budget=31. 'none' stands for no value.",
     )
+  if any(a in ("--help", "-help", "-h") for a in argv[1:]):
+    print(_help(main))
+    sys.exit(0)
   overrides, rest = _take_overrides(argv)
 
   def with_config(positional: list[str]) -> int | None:
@@ -79,6 +82,12 @@ def run(
     except (ValueError, OSError, NotImplementedError) as error:
       _print_error(error)
       return 2
+    except RuntimeError as error:
+      # What the device cannot do (no memory for so many slots, say).
+      if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+        raise
+      _print_error(error)
+      return 2
 
   app.run(with_config, argv=rest, flags_parser=_parse)
 
@@ -90,6 +99,18 @@ def _parse(argv: list[str]) -> list[str]:
   except flags.Error as error:
     _print_error(error)
     sys.exit(2)
+
+
+def _help(main: Callable[..., int | None]) -> str:
+  """The program's own flags; absl finds none of a console script's."""
+  description = (sys.modules[main.__module__].__doc__ or "").strip()
+  lines = [description, "", "flags:"]
+  by_module = flags.FLAGS.flags_by_module_dict()
+  own = [f for m, fs in by_module.items() if not m.startswith("absl") for f in fs]
+  for flag in sorted(own, key=lambda f: f.name):
+    default = "" if flag.default is None else f" (default: {flag.default})"
+    lines.append(f"  --{flag.name}: {' '.join((flag.help or '').split())}{default}")
+  return "\n".join([*lines, "", "--helpfull also lists absl's own flags."])
 
 
 def _print_error(error: Exception) -> None:

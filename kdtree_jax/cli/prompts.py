@@ -26,7 +26,7 @@ def read_jsonl(path: str | Path) -> tuple[list[dict[str, Any]], str | None]:
   with Path(path).open("rb") as f:
     for number, raw in enumerate(f, 1):
       try:
-        line = raw.decode("utf-8").strip()
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         if line:
           prompts.append(_prompt(json.loads(line)))
       except ValueError as error:
@@ -39,4 +39,13 @@ def _prompt(record: Any) -> dict[str, Any]:
     raise ValueError('a line must be an object with the text key "prompt"')
   if not record["prompt"]:
     raise ValueError('the text of "prompt" is empty')
+  check_text(record["prompt"])
   return record
+
+
+def check_text(text: str) -> None:
+  """Raises ValueError where a text is not valid Unicode (a lone surrogate)."""
+  try:
+    text.encode("utf-8")
+  except UnicodeEncodeError as error:
+    raise ValueError(f"the prompt is not valid Unicode: {error}") from error
