@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from kdtree_jax.decoding.prefill import PrefillState, prefill_chunk
@@ -87,8 +88,9 @@ def prefill(
   B, T = tokens.shape
   if cache_len < T:
     raise ValueError(f"cache_len = {cache_len} is shorter than the {T} prompt tokens")
-  if lengths is None:
-    lengths = jnp.full((B,), T, jnp.int32)
+  lengths = jnp.full((B,), T) if lengths is None else jnp.asarray(lengths)
+  lengths = lengths.astype(jnp.int32)
+  _check_values("lengths", lengths, (B,), 1, T)
   cache = LatentCache.empty(target.config, B, cache_len, target.dtype)
   state = PrefillState(cache, (), jnp.zeros((B, target.config.vocab_size), jnp.float32))
   features = []
@@ -117,7 +119,8 @@ def verify(
     target: the model.
     cache: committed tokens; the roots sit at `cache.lengths`.
     tree: N slots each.
-    feature_layers: taps.
+    feature_layers: layers to tap; the drafter's `feature_layers`, where the
+      features are to go to `observe`.
     implementation: of the ops.
 
   Returns:
@@ -200,7 +203,10 @@ def draft(
 
 
 def _tokens(target: Target, tokens: jax.Array) -> jax.Array:
-  tokens = jnp.asarray(tokens, jnp.int32)
+  tokens = jnp.asarray(tokens)
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(f"tokens must be integers; they are {tokens.dtype}")
+  tokens = tokens.astype(jnp.int32)
   if tokens.ndim != 2 or 0 in tokens.shape:
     raise ValueError(
       f"tokens must be [B, T] and not empty; its shape is {tokens.shape}"
@@ -211,4 +217,17 @@ def _tokens(target: Target, tokens: jax.Array) -> jax.Array:
       f"tokens is {tokens.shape[1]} long; the target's max_position_embeddings is "
       f"{limit}"
     )
+  _check_values("tokens", tokens, tokens.shape, 0, target.config.vocab_size - 1)
   return tokens
+
+
+def _check_values(
+  name: str, values: jax.Array, shape: tuple[int, ...], low: int, high: int
+) -> None:
+  """Shape always, values where they are known (not under `jax.jit`)."""
+  if values.shape != shape:
+    raise ValueError(f"{name} must have shape {shape}; it has {values.shape}")
+  if isinstance(values, jax.core.Tracer):
+    return
+  if bool(jnp.any((values < low) | (values > high))):
+    raise ValueError(f"{name} must lie between {low} and {high}; they are {values}")

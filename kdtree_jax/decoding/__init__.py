@@ -49,7 +49,11 @@ def stream(
     `StreamEvent`s; the last one of each prompt carries its finish reason and
     its whole result.
   """
-  config = config or DecodeConfig()
+  config = DecodeConfig() if config is None else config
+  if not isinstance(config, DecodeConfig):
+    raise ValueError(f"config must be a DecodeConfig, not {type(config).__name__}")
+  if not isinstance(target, Target):
+    raise ValueError(f"target must be a Target, not {type(target).__name__}")
   checked = check_prompts(prompts, target.config.vocab_size)
   ids = _check_ids(sequence_ids, len(checked))
   settings = complete(target, drafter, checked, config)
@@ -102,9 +106,12 @@ def decode(
 def _check_ids(ids: Sequence[int] | None, count: int) -> list[int]:
   if ids is None:
     return list(range(count))
+  if not isinstance(ids, Sequence | np.ndarray):
+    raise ValueError(f"sequence_ids must be a list of integers, not {ids!r}")
   if len(ids) != count:
     raise ValueError(f"sequence_ids has {len(ids)} entries for {count} prompts")
   for value in ids:
-    if not isinstance(value, int | np.integer) or not 0 <= value < 2**31:
+    integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not integer or not 0 <= value < 2**31:
       raise ValueError(f"sequence_ids holds {value!r}; ids run from 0 to 2**31 - 1")
   return [int(value) for value in ids]

@@ -17,7 +17,7 @@ from kdtree_jax.ops import _implementation
 DEFAULT_TREE_BUDGET = 16
 MOST_SLOTS = 8
 # Logits over a temperature below this may overflow, and leave no order to choose by.
-LOWEST_TEMPERATURE = 1e-30
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-30, 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,12 @@ def complete(
     check_drafter(drafter, target.config, target.fingerprint)
     max_depth = drafter.max_depth
     budget = _budget(config, max_depth)
-  if 0 < config.temperature < LOWEST_TEMPERATURE:
+  lowest, highest = LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE
+  if config.temperature and not lowest <= config.temperature <= highest:
+    size = "small" if config.temperature < lowest else "large"
     raise ConfigError(
-      f"temperature = {config.temperature} is too small: it must be 0 (greedy) or at "
-      f"least {LOWEST_TEMPERATURE}"
+      f"temperature = {config.temperature} is too {size}: it must be 0 (greedy) or "
+      f"lie between {lowest} and {highest}"
     )
   rows = config.rows
   if rows is None:

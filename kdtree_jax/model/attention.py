@@ -72,6 +72,7 @@ class MLA(nnx.Module):
     cos: jax.Array,
     sin: jax.Array,
     cache: jax.Array,
+    layer: int,
     ancestors: jax.Array,
     depths: jax.Array,
     lengths: jax.Array,
@@ -83,7 +84,8 @@ class MLA(nnx.Module):
       x: [B, N, D] normed hidden states.
       positions: i32 [B, N] absolute positions.
       cos, sin: f32 [max_position, P / 2] tables.
-      cache: [B, S, R + P] this layer's committed rows.
+      cache: [layers, B, S, R + P] committed rows.
+      layer: which layer this is.
       ancestors, depths, lengths: as in `tree_attention`.
       implementation: as in `tree_attention`.
 
@@ -103,6 +105,7 @@ class MLA(nnx.Module):
       lengths,
       scale=c.softmax_scale,
       value_dim=c.kv_lora_rank,
+      layer=layer,
       implementation=implementation,
     )
     heads = einsum("bnhr,hre->bnhe", out, self.v_up[...], x.dtype)

@@ -26,9 +26,8 @@ def resolve(op: str, implementation: str) -> str:
     )
   if implementation == "cuda":
     raise NotImplementedError(
-      f"implementation='cuda' of {op} needs the library of custom calls, which is "
-      "not part of this installation; it is built from the source tree, by an "
-      "install with nvcc (CUDA 13.0) on the PATH where that tree has a folder "
-      "custom_calls. implementation='xla' or 'auto' runs without it"
+      f"implementation='cuda' of {op} needs the library of CUDA custom calls, which "
+      "this version of kdtree_jax does not have yet; implementation='xla' or 'auto' "
+      "runs on every device"
     )
   return "xla"

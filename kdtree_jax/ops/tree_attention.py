@@ -30,6 +30,7 @@ def tree_attention(
   *,
   scale: float,
   value_dim: int,
+  layer: int | None = None,
   chunk: int = CHUNK,
   implementation: str = "auto",
 ) -> jax.Array:
@@ -42,7 +43,8 @@ def tree_attention(
 
   Args:
     q: [B, N, H, W] queries, f32 or bf16; W = kv_lora_rank + qk_rope_head_dim.
-    cache: [B, S, W] committed keys; rows at and beyond `lengths` are ignored.
+    cache: [B, S, W] committed keys, or [layers, B, S, W] where `layer` is given;
+      rows at and beyond `lengths` are ignored.
       S must be a multiple of `chunk`.
     tree_keys: [B, N, W] keys of the tree's nodes.
     ancestors: i32 [B, N, A] slot of the ancestor-or-self at each depth, -1
@@ -51,6 +53,8 @@ def tree_attention(
     lengths: i32 [B] committed tokens, at most S.
     scale: factor on the logits.
     value_dim: width of the output, kv_lora_rank.
+    layer: which layer of the cache to read. A layer cut out by the caller would be
+      copied as a whole before the loop over its chunks.
     chunk: positions per chunk, the same in every program whose bits are
       compared.
     implementation: "auto", "xla" or "cuda".
@@ -61,9 +65,14 @@ def tree_attention(
   Raises:
     ValueError: shapes disagree, or S is not a multiple of `chunk`.
   """
-  _check_shapes(q, cache, tree_keys, ancestors, depths, lengths, value_dim, chunk)
+  one = cache
+  if layer is not None:
+    one = jax.ShapeDtypeStruct(cache.shape[1:], cache.dtype)
+  _check_shapes(q, one, tree_keys, ancestors, depths, lengths, value_dim, chunk)
   _implementation.resolve("tree_attention", implementation)
   q, cache, tree_keys = map(jnp.asarray, (q, cache, tree_keys))
+  if layer is None:
+    cache, layer = cache[None], 0
   ancestors, depths, lengths = map(jnp.asarray, (ancestors, depths, lengths))
   B, N, H, W = q.shape
   A = ancestors.shape[-1]
@@ -96,8 +105,8 @@ def tree_attention(
 
   def cached(c):
     start = c * chunk
-    block = jax.lax.dynamic_slice(cache, (0, start, 0), (B, chunk, W))
-    return block, start + jnp.arange(chunk)
+    block = jax.lax.dynamic_slice(cache, (layer, 0, start, 0), (1, B, chunk, W))
+    return block[0], start + jnp.arange(chunk)
 
   def prefix_chunk(c, state):
     block, positions = cached(c)

@@ -149,3 +149,45 @@ def _define_on(decode, fresh, monkeypatch) -> None:
       lambda *a, _define=define, **k: _define(*a, flag_values=fresh, **k),
     )
   decode.define_flags()
+
+
+def test_help_lists_the_programs_own_flags(monkeypatch, capsys):
+  from absl import flags
+
+  from kdtree_jax.cli import decode
+  from kdtree_jax.cli import flags as cli_flags
+
+  fresh = flags.FlagValues()
+  monkeypatch.setattr(flags, "FLAGS", fresh)
+  with pytest.raises(SystemExit) as stopped:
+    _run_main(decode, cli_flags, fresh, ["kdtree-decode", "--help"], monkeypatch)
+  assert stopped.value.code == 0
+  text = capsys.readouterr().out
+  assert "--verify" in text and "--prompts" in text and "continue prompts" in text
+
+
+@pytest.mark.parametrize(
+  ("content", "says"),
+  [
+    (b'{"prompt": "\\ud800"}\n', "Unicode"),
+    (b"\xff\xfe\n", "line 1"),
+    (b"", "no prompt"),
+  ],
+)
+def test_files_that_are_not_text(content, says, tmp_path):
+  from kdtree_jax.cli import prompts
+
+  path = tmp_path / "p.jsonl"
+  path.write_bytes(content)
+  good, bad = prompts.read_jsonl(path)
+  assert good == []
+  assert (bad is None) if says == "no prompt" else (says in bad)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+  from kdtree_jax.cli import prompts
+
+  path = tmp_path / "p.jsonl"
+  path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+  good, bad = prompts.read_jsonl(path)
+  assert [p["prompt"] for p in good] == ["a", "b"] and bad is None

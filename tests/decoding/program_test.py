@@ -193,9 +193,6 @@ def test_keys_are_written_in_place(name):
   assert executable.memory_analysis().alias_size_in_bytes > cache
 
 
-@pytest.mark.xfail(
-  strict=True, reason="a layer's part of the cache is cut out before attention reads it"
-)
 @pytest.mark.parametrize("name", ["rounds", "prefill"])
 def test_the_cache_is_read_in_place(name):
   executable, cache = long_program(name)
