@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from kdtree_jax.decoding.prefill import PrefillState, prefill_chunk
 from kdtree_jax.decoding.rounds import verify_step
@@ -229,5 +230,6 @@ def _check_values(
     raise ValueError(f"{name} must have shape {shape}; it has {values.shape}")
   if isinstance(values, jax.core.Tracer):
     return
-  if bool(jnp.any((values < low) | (values > high))):
-    raise ValueError(f"{name} must lie between {low} and {high}; they are {values}")
+  known = np.asarray(values)  # numpy, since under `jax.jit` jnp would trace it
+  if ((known < low) | (known > high)).any():
+    raise ValueError(f"{name} must lie between {low} and {high}; they are {known}")
