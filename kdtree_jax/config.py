@@ -14,43 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeGuard
+from typing import Any, Literal, Self
 
-
-class ConfigError(ValueError):
-  """A configuration is missing a field, or a field has a value not allowed."""
-
-
-def _check(condition: bool, field: str, value: object, allowed: str) -> None:
-  if not condition:
-    raise ConfigError(f"{field} = {value!r} is not allowed: {allowed}")
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-  """Python's and numpy's integers, but not True and False."""
-  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-  return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _positive(config: object, *fields: str) -> None:
-  for field in fields:
-    value = getattr(config, field)
-    _check(
-      _is_integer(value) and value > 0,
-      field,
-      value,
-      "it must be a positive integer",
-    )
-
-
-def _one_of(config: object, field: str, allowed: tuple[object, ...]) -> None:
-  value = getattr(config, field)
-  _check(value in allowed, field, value, f"it must be one of {allowed}")
+from kdtree_jax._validation import (
+  ConfigError,
+  check,
+  is_integer,
+  is_number,
+  one_of,
+  positive,
+)
 
 
 class DictMixin:
@@ -127,8 +101,8 @@ class YarnConfig(DictMixin):
   mscale_all_dim: float
 
   def __post_init__(self) -> None:
-    _positive(self, "original_max_position_embeddings")
-    _check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be 1 or more")
+    positive(self, "original_max_position_embeddings")
+    check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be 1 or more")
 
   def amplitude(self, mscale: float) -> float:
     """`0.1 * mscale * ln(factor) + 1` (modeling_deepseek.py, yarn_get_mscale)."""
@@ -196,7 +170,7 @@ class ModelConfig(DictMixin):
   model_type: str = "deepseek_v3"
 
   def __post_init__(self) -> None:
-    _positive(
+    positive(
       self,
       "vocab_size",
       "hidden_size",
@@ -210,84 +184,82 @@ class ModelConfig(DictMixin):
       "max_position_embeddings",
     )
     if self.q_lora_rank is not None:
-      _positive(self, "q_lora_rank")
-    _check(
+      positive(self, "q_lora_rank")
+    check(
       self.qk_rope_head_dim % 2 == 0,
       "qk_rope_head_dim",
       self.qk_rope_head_dim,
       "RoPE rotates pairs, so it must be even",
     )
-    _check(
+    check(
       self.first_k_dense_replace >= 0,
       "first_k_dense_replace",
       self.first_k_dense_replace,
       "it must be 0 or more",
     )
     if self.first_k_dense_replace < self.num_hidden_layers:
-      _positive(
-        self, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"
-      )
-      _positive(self, "n_group", "topk_group")
-      _check(
+      positive(self, "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+      positive(self, "n_group", "topk_group")
+      check(
         self.num_experts_per_tok <= self.n_routed_experts,
         "num_experts_per_tok",
         self.num_experts_per_tok,
         f"it must not exceed n_routed_experts = {self.n_routed_experts}",
       )
-      _check(
+      check(
         self.n_routed_experts % self.n_group == 0,
         "n_group",
         self.n_group,
         f"it must divide n_routed_experts = {self.n_routed_experts}",
       )
-      _check(
+      check(
         self.topk_group <= self.n_group,
         "topk_group",
         self.topk_group,
         f"it must not exceed n_group = {self.n_group}",
       )
-      _check(
+      check(
         self.topk_group * (self.n_routed_experts // self.n_group)
         >= self.num_experts_per_tok,
         "topk_group",
         self.topk_group,
         "the kept groups hold fewer experts than num_experts_per_tok",
       )
-    _check(
+    check(
       self.n_shared_experts >= 0,
       "n_shared_experts",
       self.n_shared_experts,
       "it must be 0 or more",
     )
-    _one_of(self, "scoring_func", ("sigmoid", "softmax"))
-    _one_of(self, "topk_method", ("noaux_tc", "greedy"))
-    _one_of(self, "rope_angle_dtype", ("float64", "float32"))
-    _one_of(self, "hidden_act", ("silu",))
-    _one_of(self, "moe_layer_freq", (1,))
-    _one_of(self, "attention_bias", (False,))
-    _check(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "it must be > 0")
-    _check(
+    one_of(self, "scoring_func", ("sigmoid", "softmax"))
+    one_of(self, "topk_method", ("noaux_tc", "greedy"))
+    one_of(self, "rope_angle_dtype", ("float64", "float32"))
+    one_of(self, "hidden_act", ("silu",))
+    one_of(self, "moe_layer_freq", (1,))
+    one_of(self, "attention_bias", (False,))
+    check(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "it must be > 0")
+    check(
       self.latent_norm_eps > 0,
       "latent_norm_eps",
       self.latent_norm_eps,
       "it must be > 0",
     )
-    _check(
+    check(
       self.rope_scaling is None or isinstance(self.rope_scaling, YarnConfig),
       "rope_scaling",
       self.rope_scaling,
       "it must be a YarnConfig or None",
     )
     if self.bos_token_id is not None:
-      _check(
-        _is_integer(self.bos_token_id) and 0 <= self.bos_token_id < self.vocab_size,
+      check(
+        is_integer(self.bos_token_id) and 0 <= self.bos_token_id < self.vocab_size,
         "bos_token_id",
         self.bos_token_id,
         f"token ids run from 0 to {self.vocab_size - 1}",
       )
-    _check(self.rope_theta > 1, "rope_theta", self.rope_theta, "it must be > 1")
+    check(self.rope_theta > 1, "rope_theta", self.rope_theta, "it must be > 1")
     for token in self.eos_token_id:
-      _check(
+      check(
         0 <= token < self.vocab_size,
         "eos_token_id",
         token,
@@ -364,7 +336,7 @@ class DrafterConfig(DictMixin):
   target_fingerprint: str | None = None
 
   def __post_init__(self) -> None:
-    _positive(
+    positive(
       self,
       "vocab_size",
       "hidden_size",
@@ -377,48 +349,48 @@ class DrafterConfig(DictMixin):
       "num_target_layers",
       "target_hidden_size",
     )
-    _check(
+    check(
       isinstance(self.block_size, int) and self.block_size >= 2,
       "block_size",
       self.block_size,
       "it must be 2 or more: the anchor and at least one mask",
     )
-    _check(
+    check(
       0 <= self.mask_token_id < self.vocab_size,
       "mask_token_id",
       self.mask_token_id,
       f"token ids run from 0 to {self.vocab_size - 1}",
     )
-    _check(
+    check(
       self.num_attention_heads % self.num_key_value_heads == 0,
       "num_key_value_heads",
       self.num_key_value_heads,
       f"it must divide num_attention_heads = {self.num_attention_heads}",
     )
-    _check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
-    _check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
+    check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
+    check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
     for layer in self.target_layer_ids:
-      _check(
+      check(
         0 <= layer < self.num_target_layers,
         "target_layer_ids",
         layer,
         f"the target has layers 0 to {self.num_target_layers - 1}",
       )
-    _check(
+    check(
       len(self.layer_types) == self.num_hidden_layers,
       "layer_types",
       self.layer_types,
       f"it must name {self.num_hidden_layers} layers",
     )
     for kind in self.layer_types:
-      _check(
+      check(
         kind in ("full_attention", "sliding_attention"),
         "layer_types",
         kind,
         'it must be "full_attention" or "sliding_attention"',
       )
     if "sliding_attention" in self.layer_types:
-      _check(
+      check(
         isinstance(self.sliding_window, int) and self.sliding_window > 0,
         "sliding_window",
         self.sliding_window,
@@ -445,14 +417,14 @@ class TreeConfig(DictMixin):
   max_depth: int | None = None
 
   def __post_init__(self) -> None:
-    _check(
-      _is_integer(self.budget) and self.budget >= 0,
+    check(
+      is_integer(self.budget) and self.budget >= 0,
       "budget",
       self.budget,
       "it counts tree nodes without the root, so it must be 0 or more",
     )
     if self.max_depth is not None:
-      _check(self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more")
+      check(self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -500,38 +472,38 @@ class DecodeConfig(DictMixin):
   implementation: Literal["auto", "xla", "cuda"] = "auto"
 
   def __post_init__(self) -> None:
-    _one_of(self, "method", ("plain", "chain", "ddtree"))
-    _one_of(self, "implementation", ("auto", "xla", "cuda"))
+    one_of(self, "method", ("plain", "chain", "ddtree"))
+    one_of(self, "implementation", ("auto", "xla", "cuda"))
     if self.budget is not None:
       TreeConfig(budget=self.budget)
     for field in ("rows", "slots", "cache_len"):
       if getattr(self, field) is not None:
-        _positive(self, field)
-    _positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
+        positive(self, field)
+    positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
     for field in ("return_logits", "return_trees"):
-      _one_of(self, field, (True, False))
-    _check(
+      one_of(self, field, (True, False))
+    check(
       self.stop_token_ids is None or isinstance(self.stop_token_ids, tuple),
       "stop_token_ids",
       self.stop_token_ids,
       "it must be a tuple of token ids, or None",
     )
-    _check(
-      _is_number(self.temperature)
+    check(
+      is_number(self.temperature)
       and math.isfinite(self.temperature)
       and self.temperature >= 0,
       "temperature",
       self.temperature,
       "it must be 0 (greedy) or a positive finite number",
     )
-    _check(
-      _is_number(self.top_p) and 0 < self.top_p <= 1,
+    check(
+      is_number(self.top_p) and 0 < self.top_p <= 1,
       "top_p",
       self.top_p,
       "it is a probability mass in (0, 1]",
     )
-    _check(
-      _is_integer(self.seed) and 0 <= self.seed < 2**32,
+    check(
+      is_integer(self.seed) and 0 <= self.seed < 2**32,
       "seed",
       self.seed,
       "it must be an integer from 0 to 2**32 - 1",
