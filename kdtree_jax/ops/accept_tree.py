@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -39,7 +41,6 @@ def accept_tree(
     ValueError: shapes differ, or `max_depth` is negative.
     NotImplementedError: "cuda" without the CUDA library.
   """
-  _implementation.resolve("accept_tree", implementation)
   if tree.token_ids.shape != target_tokens.shape:
     raise ValueError(
       f"target_tokens {target_tokens.shape} must have the tree's shape [B, N] = "
@@ -47,6 +48,35 @@ def accept_tree(
     )
   if max_depth < 0:
     raise ValueError(f"max_depth = {max_depth} is not allowed: it must be 0 or more")
+  return _implementation.dispatch(
+    "accept_tree",
+    implementation,
+    functools.partial(_accept_cuda, max_depth=max_depth),
+    functools.partial(_accept_xla, max_depth=max_depth),
+    tree,
+    target_tokens,
+  )
+
+
+def _accept_cuda(
+  tree: Tree, target_tokens: jax.Array, *, max_depth: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The custom call `custom_calls/accept_tree.cu`."""
+  B = target_tokens.shape[0]
+  call = jax.ffi.ffi_call(
+    "kdtree_jax.accept_tree",
+    (
+      jax.ShapeDtypeStruct((B, max_depth + 1), jnp.int32),
+      jax.ShapeDtypeStruct((B,), jnp.int32),
+      jax.ShapeDtypeStruct((B,), jnp.int32),
+    ),
+  )
+  return tuple(call(tree.token_ids, tree.parents, tree.size, target_tokens))
+
+
+def _accept_xla(
+  tree: Tree, target_tokens: jax.Array, *, max_depth: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   B, N = target_tokens.shape
   slots = jnp.arange(N, dtype=jnp.int32)
   # [B, parent, child]: does the child carry what the target chose at the parent?

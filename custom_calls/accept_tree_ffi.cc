@@ -1,0 +1,45 @@
+#include "accept_tree.h"
+
+#include "ffi_support.h"
+
+namespace kdtree_jax {
+namespace {
+
+ffi::Error AcceptTree(cudaStream_t stream, ffi::BufferR2<ffi::S32> token_ids,
+                      ffi::BufferR2<ffi::S32> parents, ffi::BufferR1<ffi::S32> size,
+                      ffi::BufferR2<ffi::S32> target_tokens,
+                      ffi::ResultBufferR2<ffi::S32> path,
+                      ffi::ResultBufferR1<ffi::S32> length,
+                      ffi::ResultBufferR1<ffi::S32> bonus) {
+  const auto dims = token_ids.dimensions();
+  if (dims[1] > kAcceptTreeMaxNodes) {
+    return BadArgument("accept_tree", "a tree has too many slots");
+  }
+  AcceptTreeArgs args;
+  args.token_ids = token_ids.typed_data();
+  args.parents = parents.typed_data();
+  args.size = size.typed_data();
+  args.target_tokens = target_tokens.typed_data();
+  args.path = path->typed_data();
+  args.length = length->typed_data();
+  args.bonus = bonus->typed_data();
+  args.batch = static_cast<int>(dims[0]);
+  args.nodes = static_cast<int>(dims[1]);
+  args.max_depth = static_cast<int>(path->dimensions()[1]) - 1;
+  return Launched("accept_tree", LaunchAcceptTree(stream, args));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KdtreeAcceptTree, AcceptTree,
+                              Bind()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()  // token_ids
+                                  .Arg<ffi::BufferR2<ffi::S32>>()  // parents
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // size
+                                  .Arg<ffi::BufferR2<ffi::S32>>()  // target_tokens
+                                  .Ret<ffi::BufferR2<ffi::S32>>()  // path
+                                  .Ret<ffi::BufferR1<ffi::S32>>()  // length
+                                  .Ret<ffi::BufferR1<ffi::S32>>(), // bonus
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace kdtree_jax
