@@ -1,0 +1,64 @@
+// Absorbed MLA attention of draft-tree nodes over the latent cache.
+//
+// A row is one (node, head). Node n of a sequence sits at absolute position
+// length + depth[n] and attends to positions 0 .. length + depth[n]: below `length`
+// the key is a row of the cache, from there on the tree key of the node's
+// ancestor-or-self at depth position - length. Keys are reduced in position order:
+// within a chunk of `chunk` absolute positions online, step by step, into a partial
+// (maximum, sum, accumulator); the partials of a row are merged in chunk order. Chunk
+// and step do not depend on the numbers of rows or sequences, so a row's bits depend
+// on the row and its keys alone.
+
+#ifndef KDTREE_JAX_TREE_ATTENTION_H_
+#define KDTREE_JAX_TREE_ATTENTION_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace kdtree_jax {
+
+enum class Element { kFloat32, kBFloat16 };
+
+// B sequences, N nodes, H heads, W key width, R value width, S cache positions,
+// A ancestors a node may have (itself included), C = ceil(S + A, chunk) chunks.
+struct TreeAttentionArgs {
+  const void* q;             // [B, N, H, W]
+  const void* cache;         // [B, S, W], one layer
+  const void* tree_keys;     // [B, N, W]
+  const int32_t* ancestors;  // [B, N, A]; -1 beyond the node's own depth
+  const int32_t* depths;     // [B, N]
+  const int32_t* lengths;    // [B]
+  void* out;                 // [B, N, H, R]
+  float* accumulators;       // [B, N * H, C, R] workspace
+  float* maxima;             // [B, N * H, C] workspace, in units of log2
+  float* sums;               // [B, N * H, C] workspace
+  int batch;
+  int nodes;
+  int heads;
+  int width;
+  int value_dim;
+  int capacity;
+  int max_ancestors;
+  int chunk;  // a multiple of 64
+  int chunks;
+  float scale;
+  Element element;
+};
+
+// Tensor-core form for bf16 and the shapes it is compiled for.
+bool TreeAttentionMmaSupports(const TreeAttentionArgs& args);
+cudaError_t LaunchTreeAttentionMma(cudaStream_t stream, const TreeAttentionArgs& args);
+
+// Any dtype and any width, in fp32 arithmetic on the ordinary cores.
+cudaError_t LaunchTreeAttentionSimt(cudaStream_t stream, const TreeAttentionArgs& args);
+
+// Merges a row's partials in chunk order and writes `out`.
+cudaError_t LaunchTreeAttentionMerge(cudaStream_t stream, const TreeAttentionArgs& args);
+
+// All of it: the form that fits, then the merge.
+cudaError_t LaunchTreeAttention(cudaStream_t stream, const TreeAttentionArgs& args);
+
+}  // namespace kdtree_jax
+
+#endif  // KDTREE_JAX_TREE_ATTENTION_H_
