@@ -9,9 +9,13 @@
 
 namespace kdtree_jax {
 
-constexpr int kAcceptTreeMaxNodes = 1024;
+// What 48 KB of shared memory hold.
+constexpr int kAcceptTreeMaxNodes = 6144;
 
-// Shapes: B sequences, N slots. All arrays are row-major on the device.
+// Shapes: B sequences, N slots. All arrays are row-major on the device. Any values are
+// safe: a slot whose parent is outside 0 .. N - 1 is nobody's child, a size below 0
+// counts as 0 and one above N as N, and a path through a cycle of parents ends at
+// max_depth. The root is accepted whatever the size.
 struct AcceptTreeArgs {
   const int32_t* token_ids;      // [B, N]
   const int32_t* parents;        // [B, N]; -1 for the root and for padding
@@ -21,8 +25,8 @@ struct AcceptTreeArgs {
   int32_t* length;               // [B]
   int32_t* bonus;                // [B]
   int batch;
-  int nodes;
-  int max_depth;
+  int nodes;      // 1 .. kAcceptTreeMaxNodes
+  int max_depth;  // 0 or more
 };
 
 cudaError_t LaunchAcceptTree(cudaStream_t stream, const AcceptTreeArgs& args);

@@ -12,8 +12,10 @@ ffi::Error AcceptTree(cudaStream_t stream, ffi::BufferR2<ffi::S32> token_ids,
                       ffi::ResultBufferR1<ffi::S32> length,
                       ffi::ResultBufferR1<ffi::S32> bonus) {
   const auto dims = token_ids.dimensions();
-  if (dims[1] > kAcceptTreeMaxNodes) {
-    return BadArgument("accept_tree", "a tree has too many slots");
+  if (dims[1] < 1 || dims[1] > kAcceptTreeMaxNodes) {
+    return BadArgument("accept_tree", "a tree must have 1 .. " +
+                                          std::to_string(kAcceptTreeMaxNodes) +
+                                          " slots");
   }
   AcceptTreeArgs args;
   args.token_ids = token_ids.typed_data();

@@ -132,7 +132,12 @@ def verify(
 
 
 def commit(
-  cache: LatentCache, tree_keys: jax.Array, path: jax.Array, length: jax.Array
+  cache: LatentCache,
+  tree_keys: jax.Array,
+  path: jax.Array,
+  length: jax.Array,
+  *,
+  implementation: str = "auto",
 ) -> LatentCache:
   """Appends the accepted path's keys to the cache.
 
@@ -141,8 +146,11 @@ def commit(
     tree_keys: [layers, B, N, R + P] from `verify`.
     path: i32 [B, A] accepted slots from the root, -1 padded, from `accept_tree`.
     length: i32 [B] accepted slots.
+    implementation: of the op.
   """
-  data = compact(cache.data, tree_keys, path, length, cache.lengths)
+  data = compact(
+    cache.data, tree_keys, path, length, cache.lengths, implementation=implementation
+  )
   return LatentCache(data, cache.lengths + length)
 
 

@@ -210,7 +210,14 @@ class StageTimer:
     lengths = state.cache.lengths
     slots = jnp.maximum(path, 0)
     tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
-    data = compact(state.cache.data, keys, path, length, lengths)
+    data = compact(
+      state.cache.data,
+      keys,
+      path,
+      length,
+      lengths,
+      implementation=self._config.implementation,
+    )
     drafter_state = state.drafter
     if drafter is not None:
       path_features = jnp.take_along_axis(features, slots[:, :, None], axis=1)

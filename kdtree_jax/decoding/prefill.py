@@ -80,7 +80,9 @@ def prefill_chunk(
   # Always true: the write waits for the last layer's reads, see `one_round`.
   chosen = jnp.argmax(last_logits, axis=-1) >= 0
   written = jnp.where(chosen, count, 0)
-  data = compact(state.cache.data, keys, path, written, lengths)
+  data = compact(
+    state.cache.data, keys, path, written, lengths, implementation=implementation
+  )
   drafter_state = state.drafter
   if drafter is not None:
     drafter_state = drafter.observe(

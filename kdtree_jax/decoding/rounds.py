@@ -117,7 +117,14 @@ def one_round(
     length = jnp.where(running & chosen, length, 0)
     slots = jnp.maximum(path, 0)
     path_tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
-    data = compact(state.cache.data, keys, path, length, lengths)
+    data = compact(
+      state.cache.data,
+      keys,
+      path,
+      length,
+      lengths,
+      implementation=program.implementation,
+    )
     drafter_state = state.drafter
     if drafter is not None:
       path_features = jnp.take_along_axis(features, slots[:, :, None], axis=1)

@@ -12,7 +12,7 @@ from kdtree_jax.ops import _library
 IMPLEMENTATIONS = ("auto", "xla", "cuda")
 
 # Ops with a CUDA form.
-CUDA_OPS = frozenset({"accept_tree"})
+CUDA_OPS = frozenset({"accept_tree", "compact"})
 
 
 def resolve(op: str, implementation: str) -> str:

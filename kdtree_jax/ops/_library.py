@@ -19,6 +19,7 @@ LIBRARY = "libkdtree_jax.so"
 # XLA target -> symbol of the handler.
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
+  "kdtree_jax.compact": "KdtreeCompact",
 }
 
 

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from kdtree_jax.ops import _implementation
 from kdtree_jax.tree import ROOT, Tree
 
+# What the CUDA form can hold, kAcceptTreeMaxNodes of custom_calls/accept_tree.h.
+CUDA_MAX_NODES = 6144
+
 
 def accept_tree(
   tree: Tree,
@@ -25,12 +28,17 @@ def accept_tree(
   2305.09781). Of several children with the chosen token, which a built tree never
   has, the one in the lowest slot counts. Padding is never accepted.
 
+  Any tree is safe: a slot whose parent is outside 0 .. N - 1 is nobody's child, a
+  size below 0 counts as 0 and one above N as N, and a path through a cycle of
+  parents ends at `max_depth`. The root is accepted whatever the size.
+
   Args:
     tree: trees of B sequences and N slots.
     target_tokens: i32[B, N], the token that the target chose at each slot, that
       is, after the path from the root to that slot.
     max_depth: static; most drafts to accept.
-    implementation: "auto", "xla" or "cuda".
+    implementation: "auto", "xla" or "cuda". Trees of more slots than
+      `CUDA_MAX_NODES` have the XLA form alone.
 
   Returns:
     path i32[B, max_depth + 1], accepted slots from the root, -1 padded;
@@ -38,23 +46,32 @@ def accept_tree(
     token after them.
 
   Raises:
-    ValueError: shapes differ, or `max_depth` is negative.
-    NotImplementedError: "cuda" without the CUDA library.
+    ValueError: shapes differ, there is no slot, or `max_depth` is negative.
+    NotImplementedError: "cuda" without the CUDA library, or for larger trees.
   """
-  if tree.token_ids.shape != target_tokens.shape:
+  shape = tree.token_ids.shape
+  if shape != target_tokens.shape:
     raise ValueError(
-      f"target_tokens {target_tokens.shape} must have the tree's shape [B, N] = "
-      f"{tree.token_ids.shape}"
+      f"target_tokens {target_tokens.shape} must have the tree's shape [B, N] = {shape}"
     )
+  if len(shape) != 2 or shape[1] < 1:
+    raise ValueError(f"tree {shape} is not allowed: it must be [B, N] with N >= 1")
   if max_depth < 0:
     raise ValueError(f"max_depth = {max_depth} is not allowed: it must be 0 or more")
+  if shape[1] > CUDA_MAX_NODES:
+    if implementation == "cuda":
+      raise NotImplementedError(
+        f"implementation='cuda' of accept_tree takes at most {CUDA_MAX_NODES} slots; "
+        f"the tree has {shape[1]}; implementation='xla' or 'auto' takes any number"
+      )
+    implementation = "xla"
   return _implementation.dispatch(
     "accept_tree",
     implementation,
     functools.partial(_accept_cuda, max_depth=max_depth),
     functools.partial(_accept_xla, max_depth=max_depth),
     tree,
-    target_tokens,
+    target_tokens.astype(jnp.int32),
   )
 
 

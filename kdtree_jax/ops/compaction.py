@@ -1,14 +1,17 @@
 """Commits the keys of the accepted path to the latent cache.
 
-A scatter, and nothing else: slicing or gathering from the cache, writing the
-result back with `dynamic_update_slice` and reshaping afterwards reads rows that
-were overwritten already, in programs compiled for the CPU (openxla/xla#49176).
+The XLA form is a scatter, and nothing else: slicing or gathering from the cache,
+writing the result back with `dynamic_update_slice` and reshaping afterwards reads
+rows that were overwritten already, in programs compiled for the CPU
+(openxla/xla#49176).
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+from kdtree_jax.ops import _implementation
 
 
 def compact(
@@ -17,6 +20,8 @@ def compact(
   path: jax.Array,
   length: jax.Array,
   start: jax.Array,
+  *,
+  implementation: str = "auto",
 ) -> jax.Array:
   """Writes the accepted slots' keys to consecutive positions of the cache.
 
@@ -25,22 +30,54 @@ def compact(
   Args:
     cache: [layers, B, S, W], keys by absolute position.
     tree_keys: [layers, B, N, W], keys of the trees' slots, of the same dtype.
-    path: i32[B, A], accepted slots from the root, -1 padded.
-    length: i32[B], accepted slots, 0 .. A.
-    start: i32[B], absolute position of the root, 0 or more.
+    path: i32[B, A], accepted slots from the root, -1 padded. Entries are clamped
+      to 0 .. N - 1.
+    length: i32[B], accepted slots, 0 .. A; more counts as A.
+    start: i32[B], absolute position of the root.
+    implementation: "auto", "xla" or "cuda". "cuda" copies all layers in one launch.
 
   Returns:
     The cache with `tree_keys[:, b, path[b, i]]` at position `start[b] + i` for
-    i < length[b]. Positions from S on are dropped; nothing else changes.
+    i < length[b]. Positions outside 0 .. S - 1 are dropped; nothing else changes.
 
   Raises:
     ValueError: shapes or dtypes disagree.
+    NotImplementedError: "cuda" without the CUDA library.
   """
   _check(cache, tree_keys, path, length, start)
+  path, length, start = (x.astype(jnp.int32) for x in (path, length, start))
+  return _implementation.dispatch(
+    "compact", implementation, _cuda, _xla, cache, tree_keys, path, length, start
+  )
+
+
+def _cuda(
+  cache: jax.Array,
+  tree_keys: jax.Array,
+  path: jax.Array,
+  length: jax.Array,
+  start: jax.Array,
+) -> jax.Array:
+  """The custom call `custom_calls/compact.cu`, in place."""
+  call = jax.ffi.ffi_call(
+    "kdtree_jax.compact",
+    jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+    input_output_aliases={0: 0},
+  )
+  return call(cache, tree_keys, path, length, start)
+
+
+def _xla(
+  cache: jax.Array,
+  tree_keys: jax.Array,
+  path: jax.Array,
+  length: jax.Array,
+  start: jax.Array,
+) -> jax.Array:
   B, S = cache.shape[1:3]
-  i = jnp.arange(path.shape[1])
+  i = jnp.arange(path.shape[1], dtype=jnp.int32)
   position = start[:, None] + i
-  kept = (i < length[:, None]) & (position < S)
+  kept = (i < length[:, None]) & (position >= 0) & (position < S)
   # Rows to drop get positions beyond the end, all distinct: that the indices are
   # unique spares the GPU its atomics.
   position = jnp.where(kept, position, S + i)

@@ -203,10 +203,10 @@ def compact(
 
   Returns:
     The cache with `tree_keys[path[i]]` at position `start + i` for i < length.
-    Positions beyond S are dropped; nothing else changes.
+    Positions outside 0 .. S - 1 are dropped; nothing else changes.
   """
   cache = cache.copy()
   for i in range(length):
-    if start + i < len(cache):
+    if 0 <= start + i < len(cache):
       cache[start + i] = tree_keys[path[i]]
   return cache
