@@ -40,10 +40,13 @@ struct TreeAttentionArgs {
   int value_dim;
   int capacity;
   int max_ancestors;
-  int chunk;  // a multiple of 64
+  int chunk;  // a multiple of 16
   int chunks;
   float scale;
   Element element;
+  // Rows per block of the tensor-core form: 16, 32, 64, or 0 to choose. It changes the
+  // speed, never a bit.
+  int rows_per_block = 0;
 };
 
 // Tensor-core form for bf16 and the shapes it is compiled for.
