@@ -48,9 +48,9 @@ def complete(
   Raises:
     ConfigError: models and configuration do not fit together; the message names
       the field.
-    NotImplementedError: an implementation that is not installed.
+    NotImplementedError: an implementation that cannot run here.
   """
-  _implementation.resolve("tree_attention", config.implementation)
+  _implementation.check_runs("tree_attention", config.implementation)
   if config.method == "plain":
     if drafter is not None:
       raise ConfigError('drafter must be None for method = "plain"')

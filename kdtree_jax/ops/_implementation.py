@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 
 from kdtree_jax.ops import _library
 
 IMPLEMENTATIONS = ("auto", "xla", "cuda")
 
 # Ops with a CUDA form.
-CUDA_OPS = frozenset({"accept_tree", "compact"})
+CUDA_OPS = frozenset({"accept_tree", "compact", "rope", "rope_keys", "rope_queries"})
 
 
 def resolve(op: str, implementation: str) -> str:
@@ -52,6 +53,23 @@ def resolve(op: str, implementation: str) -> str:
   return "xla"
 
 
+def check_runs(op: str, implementation: str) -> None:
+  """Raises where a program with this op cannot run on JAX's default device.
+
+  Raises:
+    ValueError, NotImplementedError: as `resolve`, and "cuda" without an NVIDIA GPU,
+      and a GPU that the library has no code for.
+  """
+  chosen = resolve(op, implementation)
+  if chosen == "cuda" and (platform := _default_device().platform) != "gpu":
+    raise NotImplementedError(
+      f"implementation='cuda' of {op} needs an NVIDIA GPU, but JAX's default device is "
+      f"a {platform}; implementation='xla' or 'auto' runs on every device"
+    )
+  if chosen != "xla":
+    _check_gpu(op, implementation)
+
+
 def dispatch(
   op: str,
   implementation: str,
@@ -67,10 +85,65 @@ def dispatch(
     cuda: the form for programs for CUDA.
     xla: the form for all platforms.
     *arguments: arrays that either form takes.
+
+  Raises:
+    ValueError, NotImplementedError: as `resolve`, and a GPU as default device that
+      the library has no code for, and "cuda" with arrays elsewhere than on a GPU.
   """
   chosen = resolve(op, implementation)
   if chosen == "xla":
     return xla(*arguments)
+  _check_gpu(op, implementation)
   if chosen == "cuda":
+    _check_arrays(op, arguments)
     return jax.lax.platform_dependent(*arguments, cuda=cuda)
   return jax.lax.platform_dependent(*arguments, cuda=cuda, default=xla)
+
+
+def _default_device() -> Any:
+  """The device that programs run on unless told otherwise."""
+  # A device, the name of a platform, or None.
+  chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+  if chosen is None or isinstance(chosen, str):
+    return jax.local_devices(backend=chosen)[0]
+  return chosen
+
+
+def _check_gpu(op: str, implementation: str) -> None:
+  """Raises where the default device is a GPU without code in the library."""
+  device = _default_device()
+  if device.platform != "gpu":
+    return  # A program for CUDA may still be lowered here, to run elsewhere.
+  if (obstacle := _library.why_not_on(device)) is not None:
+    raise NotImplementedError(
+      f"implementation={implementation!r} of {op} cannot run: {obstacle}; or use "
+      "implementation='xla'"
+    )
+
+
+def _check_arrays(op: str, arguments: Any) -> None:
+  """Raises where the CUDA form is to run right now, with arrays not on a GPU."""
+  leaves = jax.tree.leaves(arguments)
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    return
+  for leaf in leaves:
+    if isinstance(leaf, jax.Array):
+      for device in leaf.devices():
+        if device.platform != "gpu":
+          raise NotImplementedError(
+            f"implementation='cuda' of {op} needs its arrays on an NVIDIA GPU, but "
+            f"one is on {device}; implementation='xla' or 'auto' runs on every device"
+          )
+
+
+def with_derivative_of(
+  xla: Callable[..., Any], cuda: Callable[..., Any]
+) -> Callable[..., Any]:
+  """`cuda`, differentiated as `xla`: custom calls have no derivative of their own."""
+  function = jax.custom_jvp(cuda)
+
+  @function.defjvp
+  def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    return cuda(*primals), jax.jvp(xla, primals, tangents)[1]
+
+  return function

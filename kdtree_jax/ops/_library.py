@@ -8,46 +8,197 @@ it needs no GPU, so that programs for CUDA can be lowered anywhere.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
-import importlib.resources
+import importlib.metadata
+import json
 import pathlib
+import re
+from typing import Any
 
 import jax
 
+import kdtree_jax
+
 LIBRARY = "libkdtree_jax.so"
+REINSTALL = (
+  "reinstall kdtree_jax from its source folder: "
+  "pip install --force-reinstall --no-deps ."
+)
 
 # XLA target -> symbol of the handler.
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
   "kdtree_jax.compact": "KdtreeCompact",
+  "kdtree_jax.rope": "KdtreeRope",
+  "kdtree_jax.rope_keys": "KdtreeRopeKeys",
+  "kdtree_jax.rope_queries": "KdtreeRopeQueries",
 }
 
 
+class UnusableError(Exception):
+  """Why the library cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildInfo:
+  """What the library was built from and for: `custom_calls/build_info.cc`.
+
+  Attributes:
+    version: of kdtree_jax.
+    cuda: version of nvcc.
+    architectures: of the compiled code, "sm_90a" and the like.
+    ptx: of the intermediate code, "compute_90" and the like; usually none.
+    jaxlib: version of the jaxlib whose headers were used.
+    ffi_api: major and minor version of XLA's FFI in these headers.
+    dynamic_shared_memory: most bytes that a kernel is launched with, by its name.
+  """
+
+  version: str
+  cuda: str
+  architectures: tuple[str, ...]
+  ptx: tuple[str, ...]
+  jaxlib: str
+  ffi_api: tuple[int, int]
+  dynamic_shared_memory: dict[str, int]
+
+  def runs_on(self, capability: str) -> bool:
+    """Whether there is code for a GPU of a compute capability such as "9.0"."""
+    gpu = int(capability.replace(".", ""))
+    for name in (*self.architectures, *self.ptx):
+      kind, rest = name.split("_")
+      suffix = rest.lstrip("0123456789")
+      built = int(rest.removesuffix(suffix))
+      same_major = gpu // 10 == built // 10
+      if suffix == "a":  # For one chip alone.
+        fits = gpu == built
+      elif kind == "sm" or suffix == "f":  # For later chips of the same major version.
+        fits = same_major and gpu >= built
+      else:
+        fits = gpu >= built
+      if fits:
+        return True
+    return False
+
+
 def find() -> pathlib.Path | None:
-  """Path of the library, or None where it was not built."""
-  # Not __file__: in an editable install the library lies in site-packages.
-  folder = importlib.resources.files("kdtree_jax") / "_lib"
-  path = folder / LIBRARY
-  return pathlib.Path(str(path)) if path.is_file() else None
+  """Path of the library, or None where it was not built.
+
+  Of several, the one built last: an editable installation has one in site-packages,
+  and `cmake --install` may have put another into the source tree.
+  """
+  paths = [path for path in _candidates(LIBRARY) if path.is_file()]
+  return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
+@functools.cache
+def build_info() -> BuildInfo:
+  """What the library tells about itself.
+
+  Raises:
+    UnusableError: there is none, or it tells nothing.
+  """
+  return _read_build_info(_open())
 
 
 @functools.cache
 def why_not() -> str | None:
   """Loads and registers the library; returns why it cannot be used, or None."""
-  path = find()
-  if path is None:
-    return (
-      "the library of CUDA custom calls was not built: no nvcc was found when "
-      "kdtree_jax was installed"
-    )
   try:
-    library = ctypes.CDLL(str(path))
-  except OSError as error:
-    return f"{path} cannot be loaded: {error}"
-  for target, symbol in TARGETS.items():
-    try:
-      handler = getattr(library, symbol)
-    except AttributeError:
-      return f"{path} lacks {symbol}: it was built from other sources"
+    library = _open()
+    _check(_read_build_info(library))
+    handlers = {target: _symbol(library, name) for target, name in TARGETS.items()}
+  except UnusableError as error:
+    return str(error)
+  for target, handler in handlers.items():
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="CUDA")
   return None
+
+
+@functools.cache
+def why_not_on(device: Any) -> str | None:
+  """Why the library, usable otherwise, has no code for a GPU; None where it has."""
+  capability = getattr(device, "compute_capability", "")
+  info = build_info()
+  # Another maker's GPU says nothing of the kind, and gets the XLA form anyway.
+  if not re.fullmatch(r"\d+\.\d", str(capability)) or info.runs_on(capability):
+    return None
+  number = capability.replace(".", "")
+  return (
+    f"the library of CUDA custom calls has no code for {device.device_kind} (compute "
+    f"capability {capability}, sm_{number}); it was built for "
+    f"{', '.join((*info.architectures, *info.ptx))}. Build it for this GPU too: "
+    f"pip install --force-reinstall --no-deps . -C cmake.define."
+    f"CMAKE_CUDA_ARCHITECTURES='90a-real;120-real;{number}-real'"
+  )
+
+
+def _candidates(name: str) -> list[pathlib.Path]:
+  # Not beside __file__ alone: in an editable installation the package has a second
+  # folder, in site-packages, with what was built.
+  return [pathlib.Path(folder, "_lib", name) for folder in kdtree_jax.__path__]
+
+
+def _open() -> ctypes.CDLL:
+  path = find()
+  if path is None:
+    notes = [note for note in _candidates("not_built.txt") if note.is_file()]
+    why = notes[0].read_text().strip() if notes else f"no nvcc was found; {REINSTALL}"
+    raise UnusableError(f"the library of CUDA custom calls was not built: {why}")
+  try:
+    return ctypes.CDLL(str(path))
+  except OSError as error:
+    raise UnusableError(f"{path} cannot be loaded: {error}") from error
+
+
+def _symbol(library: ctypes.CDLL, name: str) -> Any:
+  try:
+    return getattr(library, name)
+  except AttributeError as error:
+    raise UnusableError(
+      f"{library._name} lacks {name}: it was built from other sources; {REINSTALL}"
+    ) from error
+
+
+def _read_build_info(library: ctypes.CDLL) -> BuildInfo:
+  function = _symbol(library, "kdtree_jax_build_info")
+  function.restype = ctypes.c_char_p
+  fields = json.loads(function())
+  for name in ("architectures", "ptx", "ffi_api"):
+    fields[name] = tuple(fields[name])
+  return BuildInfo(**fields)
+
+
+def _check(info: BuildInfo) -> None:
+  """Raises UnusableError where a library does not fit this package or this jaxlib."""
+  if info.version != kdtree_jax.__version__:
+    raise UnusableError(
+      f"the library of CUDA custom calls belongs to kdtree_jax {info.version}, but "
+      f"this is {kdtree_jax.__version__}; {REINSTALL}"
+    )
+  known, jaxlib = ffi_api(), importlib.metadata.version("jaxlib")
+  # XLA takes an older API of the same major version, but not a newer one.
+  if known is not None and (info.ffi_api[0] != known[0] or info.ffi_api > known):
+    raise UnusableError(
+      "the library of CUDA custom calls was built with the headers of jaxlib "
+      f"{info.jaxlib} (FFI API {_dotted(info.ffi_api)}), but "
+      f"jaxlib {jaxlib} here has FFI API {_dotted(known)}; {REINSTALL}"
+    )
+
+
+def ffi_api() -> tuple[int, int] | None:
+  """Major and minor version of the FFI of the jaxlib in use; None if it is unknown."""
+  header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+  try:
+    text = header.read_text()
+  except OSError:
+    return None
+  found = re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", text, re.M)
+  numbers = {name: int(number) for name, number in found}
+  if numbers.keys() != {"MAJOR", "MINOR"}:
+    return None
+  return numbers["MAJOR"], numbers["MINOR"]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+  return ".".join(map(str, version))
