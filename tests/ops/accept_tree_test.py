@@ -118,9 +118,41 @@ def test_permuting_the_batch_permutes_the_results():
     np.testing.assert_array_equal(np.asarray(a)[order], b)
 
 
+def garbage(rng: np.random.Generator, cases: int, rows: int) -> tuple[Tree, np.ndarray]:
+  """Trees with cycles, parents and sizes out of range, and few distinct tokens."""
+  shape = (cases, rows)
+  parents = rng.integers(-2, rows + 2, shape).astype(np.int32)
+  extreme = np.iinfo(np.int32)
+  parents[rng.random(shape) < 0.1] = extreme.min
+  parents[rng.random(shape) < 0.1] = extreme.max
+  size = rng.integers(-2, rows + 3, cases).astype(np.int32)
+  size[:2] = extreme.min, extreme.max
+  tokens, targets = rng.integers(-1, 2, (2, *shape)).astype(np.int32)
+  zeros = np.zeros(shape, np.int32)
+  return Tree(*map(jnp.asarray, (tokens, parents, zeros, zeros, size))), targets
+
+
+def test_garbage_is_safe():
+  tree, targets = garbage(np.random.default_rng(5), 500, 17)
+  path, length, bonus = map(np.asarray, accept(tree, targets, 20))
+  tokens, parents, _, _, size = (np.asarray(x) for x in jax.tree.leaves(tree))
+  for b in range(500):
+    single = reference.Tree(
+      tokens[b], parents[b], None, None, int(np.clip(size[b], 0, 17))
+    )
+    expected = reference.accept_tree(single, targets[b], 20)
+    assert path[b].tolist() == expected[0].tolist()
+    assert (length[b], bonus[b]) == expected[1:]
+  assert 21 in length  # a path through a cycle
+
+
 def test_errors_name_the_argument():
   tree = Tree.root_only(jnp.array([1]), rows=2)
   with pytest.raises(ValueError, match=r"target_tokens \(1, 3\)"):
     ops.accept_tree(tree, jnp.zeros((1, 3), jnp.int32), 1)
+  with pytest.raises(ValueError, match=r"tree \(2, 0\) .* N >= 1"):
+    empty = Tree.root_only(jnp.array([1, 1]))
+    empty = jax.tree.map(lambda x: x[:, :0] if x.ndim == 2 else x, empty)
+    ops.accept_tree(empty, jnp.zeros((2, 0), jnp.int32), 1)
   with pytest.raises(ValueError, match="max_depth = -1"):
     ops.accept_tree(tree, jnp.zeros((1, 2), jnp.int32), -1)

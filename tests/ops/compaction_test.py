@@ -70,6 +70,28 @@ def test_rows_beyond_the_end_are_dropped():
   assert not np.asarray(out).any()
 
 
+def garbage(rng: np.random.Generator):
+  """(path, length, start) in and out of range."""
+  extreme = np.iinfo(np.int32)
+  path = rng.integers(-3, N + 3, (B, A)).astype(np.int32)
+  path[rng.random((B, A)) < 0.1] = extreme.max
+  length = rng.choice([-1, 0, 3, A, A + 2, extreme.min, extreme.max], B)
+  start = rng.choice([-4, -1, 0, 5, S - 3, S, extreme.min, extreme.max - 2], B)
+  return path, length.astype(np.int32), start.astype(np.int32)
+
+
+def test_garbage_is_clamped_or_dropped():
+  rng = np.random.default_rng(4)
+  cache = rng.normal(size=(LAYERS, B, S, W)).astype(np.float32)
+  keys = rng.normal(size=(LAYERS, B, N, W)).astype(np.float32)
+  for _ in range(200):
+    path, length, start = garbage(rng)
+    slots, count = np.clip(path, 0, N - 1), np.clip(length, 0, A)
+    expected = by_reference(cache, keys, slots, count, start.astype(np.int64))
+    got = compact(cache, keys, path, length, start)
+    assert np.asarray(got).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(
   "reshape", [lambda x: x[None], lambda x: x.reshape(LAYERS, -1), lambda x: x]
 )
