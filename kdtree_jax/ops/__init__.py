@@ -11,16 +11,20 @@ from kdtree_jax.ops.accept_tree import accept_tree
 from kdtree_jax.ops.build_tree import build_tree, chain_tree, tree_from_table
 from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
-from kdtree_jax.ops.rope import rope, rope_table
+from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
+from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.ops.tree_attention import tree_attention
 
 __all__ = [
+  "RopeFrequencies",
   "accept_tree",
   "build_tree",
   "chain_tree",
   "compact",
   "grouped_matmul",
   "rope",
+  "rope_keys",
+  "rope_queries",
   "rope_table",
   "tree_attention",
   "tree_from_table",
