@@ -15,7 +15,8 @@ from flax import nnx
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import Linear, RMSNorm, normal
 from kdtree_jax.ops.matmul import einsum
-from kdtree_jax.ops.rope import rope
+from kdtree_jax.ops.rope import RopeFrequencies, rope
+from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.ops.tree_attention import tree_attention
 
 
@@ -42,28 +43,52 @@ class MLA(nnx.Module):
     self.v_up = nnx.Param(normal(rngs, (H, R, c.v_head_dim), R, dtype))
     self.o_proj = Linear(H * c.v_head_dim, c.hidden_size, dtype, rngs)
 
-  def queries(
-    self, x: jax.Array, positions: jax.Array, cos: jax.Array, sin: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """[B, N, D] -> per head the plain part [B, N, H, C] and the roped [B, N, H, P]."""
+  def projected_queries(self, x: jax.Array) -> jax.Array:
+    """[B, N, D] -> per head the plain and the still unrotated part [B, N, H, C + P]."""
     c = self.config
     if c.q_lora_rank is None:
       q = self.q_proj(x)
     else:
       q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-    q = q.reshape(*x.shape[:-1], c.num_attention_heads, c.qk_head_dim)
-    nope, pe = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-    pe = rope(pe, positions[..., None], cos, sin, interleave=c.rope_interleave)
+    return q.reshape(*x.shape[:-1], c.num_attention_heads, c.qk_head_dim)
+
+  def queries(
+    self, x: jax.Array, positions: jax.Array, cos: jax.Array, sin: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """[B, N, D] -> per head the plain part [B, N, H, C] and the roped [B, N, H, P]."""
+    c = self.config
+    nope, pe = jnp.split(self.projected_queries(x), [c.qk_nope_head_dim], axis=-1)
+    pe = rope(
+      pe,
+      positions[..., None],
+      cos,
+      sin,
+      interleave=c.rope_interleave,
+      implementation="xla",
+    )
     return nope, pe
 
   def latents(
-    self, x: jax.Array, positions: jax.Array, cos: jax.Array, sin: jax.Array
+    self,
+    x: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    implementation: str,
   ) -> jax.Array:
     """[B, N, D] -> cache rows [B, N, R + P]: normed latent, roped key."""
     c = self.config
-    latent, pe = jnp.split(self.kv_a_proj(x), [c.kv_lora_rank], axis=-1)
-    pe = rope(pe, positions, cos, sin, interleave=c.rope_interleave)
-    return jnp.concatenate([self.kv_a_layernorm(latent), pe], axis=-1)
+    return rope_keys(
+      self.kv_a_proj(x),
+      self.kv_a_layernorm.weight[...],
+      positions,
+      cos,
+      sin,
+      eps=self.kv_a_layernorm.eps,
+      interleave=c.rope_interleave,
+      frequencies=RopeFrequencies.of(c),
+      implementation=implementation,
+    )
 
   def __call__(
     self,
@@ -87,17 +112,28 @@ class MLA(nnx.Module):
       cache: [layers, B, S, R + P] committed rows.
       layer: which layer this is.
       ancestors, depths, lengths: as in `tree_attention`.
-      implementation: as in `tree_attention`.
+      implementation: of the ops.
 
     Returns:
       ([B, N, D] output, [B, N, R + P] the nodes' own cache rows).
     """
     c = self.config
-    nope, pe = self.queries(x, positions, cos, sin)
-    keys = self.latents(x, positions, cos, sin)
+    q = self.projected_queries(x)
+    keys = self.latents(x, positions, cos, sin, implementation)
+    nope, _ = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
     absorbed = einsum("bnhc,hcr->bnhr", nope, self.k_up[...], x.dtype)
+    queries = rope_queries(
+      absorbed,
+      q,
+      positions,
+      cos,
+      sin,
+      interleave=c.rope_interleave,
+      frequencies=RopeFrequencies.of(c),
+      implementation=implementation,
+    )
     out = tree_attention(
-      jnp.concatenate([absorbed, pe], axis=-1),
+      queries,
       cache,
       keys,
       ancestors,
@@ -134,7 +170,7 @@ class MLA(nnx.Module):
     c = self.config
     T = x.shape[1]
     nope, pe = self.queries(x, positions, cos, sin)
-    rows = self.latents(x, positions, cos, sin)
+    rows = self.latents(x, positions, cos, sin, "xla")
     latent, k_pe = jnp.split(rows, [c.kv_lora_rank], axis=-1)
     k_nope = einsum("btr,hcr->bthc", latent, self.k_up[...], x.dtype)
     values = einsum("btr,hre->bthe", latent, self.v_up[...], x.dtype)
