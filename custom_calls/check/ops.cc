@@ -1,0 +1,35 @@
+#include "ops.h"
+
+namespace kdtree_jax {
+namespace {
+
+struct Op {
+  const char* name;
+  SetUp set_up;
+};
+
+constexpr Op kOps[] = {
+    {"accept_tree", SetUpAcceptTree},
+    {"compact", SetUpCompact},
+    {"tree_attention", SetUpTreeAttention},
+};
+
+}  // namespace
+
+SetUp FindOp(const std::string& name) {
+  for (const Op& op : kOps) {
+    if (name == op.name) return op.set_up;
+  }
+  return nullptr;
+}
+
+std::string OpNames() {
+  std::string names;
+  for (const Op& op : kOps) {
+    if (!names.empty()) names += ", ";
+    names += op.name;
+  }
+  return names;
+}
+
+}  // namespace kdtree_jax

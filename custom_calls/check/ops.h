@@ -1,0 +1,34 @@
+// The ops that kdtr_check can run: one file <op>_case.cc each.
+
+#ifndef KDTREE_JAX_CHECK_OPS_H_
+#define KDTREE_JAX_CHECK_OPS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "golden_case.h"
+
+namespace kdtree_jax {
+
+using Launch = std::function<cudaError_t(cudaStream_t)>;
+
+// Declares a case's tensors and attributes, and returns what launches the op on them.
+// The launch is used only where `setup` has no error.
+using SetUp = Launch (*)(CaseSetup& setup);
+
+Launch SetUpAcceptTree(CaseSetup& setup);
+Launch SetUpCompact(CaseSetup& setup);
+Launch SetUpTreeAttention(CaseSetup& setup);
+
+// Null for an op that is not in the table.
+SetUp FindOp(const std::string& name);
+
+// The names of all ops, for messages.
+std::string OpNames();
+
+}  // namespace kdtree_jax
+
+#endif  // KDTREE_JAX_CHECK_OPS_H_
