@@ -6,16 +6,32 @@ here is called at import.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import os
 import pathlib
 import platform
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 
 import kdtree_jax
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+# Compiler options that record a whole `while_loop`, its stop included, as one CUDA
+# graph. The first replaces XLA's list of what may be recorded (+NAME is understood in
+# XLA_FLAGS only). WHILE without the second is slower than nothing: loops with a body
+# below XLA's minimum of 5 commands are then recorded neither whole nor in part.
+CAPTURED_LOOP_OPTIONS: Mapping[str, str | int] = types.MappingProxyType(
+  {
+    "xla_gpu_enable_command_buffer": (
+      "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+  }
+)
+
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
 
 
@@ -32,12 +48,24 @@ def compilation_cache_dir() -> pathlib.Path:
   return pathlib.Path(root) / "kdtree_jax" / "xla"
 
 
+def recommended_xla_flags() -> str:
+  """Value of `XLA_FLAGS` under which any decode loop runs as one CUDA graph.
+
+  For programs that compile the loop themselves; `kdtree_jax.decode` passes
+  `CAPTURED_LOOP_OPTIONS` to the compiler by itself (`DecodeConfig.capture_loop`).
+  It must be in the environment before JAX starts its backend, and needs a CUDA
+  driver of 12.4 or later; older ones ignore it.
+  """
+  return "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1"
+
+
 def print_environment() -> None:
   """Prints versions, devices, XLA's flags, and which form of each op is active and why.
 
   It starts JAX's backend where that has not happened yet.
   """
-  for name, value in [*_versions(), *_devices(), *_variables(), *_operations()]:
+  lines = [*_versions(), *_devices(), *_variables(), *_library(), *_operations()]
+  for name, value in lines:
     print(f"{name:<26} {value}")
 
 
@@ -52,7 +80,13 @@ def _devices() -> Iterator[tuple[str, str]]:
   import jax  # Here and below, so that the cache folder can be asked for without JAX.
 
   for device in jax.devices():
-    yield f"device {device.id}", f"{device.platform}: {device.device_kind}"
+    capability = getattr(device, "compute_capability", None)
+    detail = "" if capability is None else f", compute capability {capability}"
+    yield f"device {device.id}", f"{device.platform}: {device.device_kind}{detail}"
+  # XLA's own words: on a GPU the version of CUDA that it was built with.
+  yield "backend", " ".join(jax.devices()[0].client.platform_version.split())
+  with contextlib.suppress(OSError):
+    yield "driver", _DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ")
 
 
 def _variables() -> Iterator[tuple[str, str]]:
@@ -60,19 +94,39 @@ def _variables() -> Iterator[tuple[str, str]]:
     yield variable, os.environ.get(variable, "(not set)")
 
 
+def _library() -> Iterator[tuple[str, str]]:
+  """The CUDA custom calls: where they lie and what they were built for."""
+  from kdtree_jax.ops import _library
+
+  yield "cuda library", str(_library.find() or "(not built)")
+  with contextlib.suppress(_library.UnusableError):
+    info = _library.build_info()
+    code = ", ".join((*info.architectures, *info.ptx))
+    yield "cuda library is for", f"{code}; built with nvcc {info.cuda}"
+    here = _library.ffi_api()
+    yield (
+      "cuda library's FFI API",
+      f"{_dotted(info.ffi_api)} (headers of jaxlib {info.jaxlib}); "
+      f"this jaxlib has {_dotted(here) if here else 'an unknown one'}",
+    )
+
+
 def _operations() -> Iterator[tuple[str, str]]:
-  """Each op with the form that "auto" takes, then what keeps ops from CUDA."""
+  """Each op with the form that "auto" takes here, then what keeps ops from CUDA."""
   from kdtree_jax import ops
   from kdtree_jax.ops import _implementation
 
-  obstacles: dict[str, list[str]] = {}
+  reasons: dict[tuple[str, str], list[str]] = {}
   for op in ops.__all__:
     if "implementation" not in inspect.signature(getattr(ops, op)).parameters:
       continue
-    yield f"op {op}", _implementation.resolve(op, "auto")
-    try:
-      _implementation.resolve(op, "cuda")
-    except NotImplementedError as error:
-      obstacles.setdefault(str(error).replace(f" of {op}", ""), []).append(op)
-  for reason, names in obstacles.items():
-    yield "not on cuda", f"{', '.join(names)}: {reason}"
+    form, reason = _implementation.active(op)
+    yield f"op {op}", form
+    if reason is not None:
+      reasons.setdefault((form, reason), []).append(op)
+  for (form, reason), names in reasons.items():
+    yield f"why {form}", f"{', '.join(names)}: {reason}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+  return ".".join(map(str, version))

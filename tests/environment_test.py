@@ -10,7 +10,7 @@ import pytest
 
 import kdtree_jax
 from kdtree_jax import environment
-from kdtree_jax.ops import _implementation
+from kdtree_jax.ops import _implementation, _library
 
 OPS = ("accept_tree", "build_tree", "grouped_matmul", "rope", "tree_attention")
 
@@ -45,22 +45,49 @@ def test_each_op_is_listed_with_its_active_form(
 ) -> None:
   lines = printed(capsys)
   for op in OPS:
-    assert lines[f"op {op}"] == _implementation.resolve(op, "auto")
+    assert lines[f"op {op}"] == _implementation.active(op)[0]
 
 
-def test_what_keeps_an_op_from_cuda_is_printed_once(
+def test_why_an_op_does_not_run_on_cuda_is_printed_once_per_reason(
   capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  def resolve(op: str, implementation: str) -> str:
-    if implementation == "cuda" and op in ("rope", "build_tree"):
-      raise NotImplementedError(f"'cuda' of {op} is not built")
-    return "xla" if op in ("rope", "build_tree") else "cuda"
-
-  monkeypatch.setattr(_implementation, "resolve", resolve)
+  forms = {"rope": ("xla", "no nvcc"), "build_tree": ("xla", "no nvcc")}
+  forms["tree_attention"] = ("none", "no code for sm_70")
+  monkeypatch.setattr(
+    _implementation, "active", lambda op: forms.get(op, ("cuda", None))
+  )
   lines = printed(capsys)
   assert lines["op rope"] == lines["op build_tree"] == "xla"
   assert lines["op accept_tree"] == "cuda"
-  assert lines["not on cuda"] == "build_tree, rope: 'cuda' is not built"
+  assert lines["op tree_attention"] == "none"
+  assert lines["why xla"] == "build_tree, rope: no nvcc"
+  assert lines["why none"] == "tree_attention: no code for sm_70"
+  assert "why cuda" not in lines
+
+
+def test_the_library_says_where_it_is_and_what_it_is_for(
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  try:
+    info = _library.build_info()
+  except _library.UnusableError as error:
+    pytest.skip(str(error))
+  lines = printed(capsys)
+  assert lines["cuda library"] == str(_library.find())
+  assert all(name in lines["cuda library is for"] for name in info.architectures)
+  assert f"nvcc {info.cuda}" in lines["cuda library is for"]
+  major, minor = info.ffi_api
+  assert lines["cuda library's FFI API"].startswith(f"{major}.{minor} (headers")
+
+
+def test_a_missing_library_is_no_error(
+  capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+  monkeypatch.setattr(kdtree_jax, "__path__", [str(tmp_path)])
+  _library.build_info.cache_clear()
+  lines = printed(capsys)
+  assert lines["cuda library"] == "(not built)"
+  assert "cuda library is for" not in lines
 
 
 def test_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from kdtree_jax.ops import _library
 IMPLEMENTATIONS = ("auto", "xla", "cuda")
 
 # Ops with a CUDA form.
-CUDA_OPS = frozenset({"accept_tree", "compact", "rope", "rope_keys", "rope_queries"})
+CUDA_OPS = frozenset(
+  {"accept_tree", "compact", "rope", "rope_keys", "rope_queries", "tree_attention"}
+)
 
 
 def resolve(op: str, implementation: str) -> str:
@@ -39,10 +41,7 @@ def resolve(op: str, implementation: str) -> str:
     )
   if implementation == "xla":
     return "xla"
-  if op not in CUDA_OPS:
-    obstacle = "there is no CUDA form of this op"
-  else:
-    obstacle = _library.why_not()
+  obstacle = _obstacle(op)
   if obstacle is None:
     return "cuda" if implementation == "cuda" else "platform"
   if implementation == "cuda":
@@ -51,6 +50,23 @@ def resolve(op: str, implementation: str) -> str:
       "implementation='xla' or 'auto' runs on every device"
     )
   return "xla"
+
+
+def active(op: str) -> tuple[str, str | None]:
+  """What "auto" runs on JAX's default device.
+
+  Returns:
+    "cuda" and None; "xla" and why it is not "cuda"; or "none", where it raises, and
+    why.
+  """
+  if (obstacle := _obstacle(op)) is not None:
+    return "xla", obstacle
+  device = _default_device()
+  if device.platform != "gpu":
+    return "xla", f"JAX's default device is a {device.platform}, not a GPU"
+  if (obstacle := _library.why_not_on(device)) is not None:
+    return "none", obstacle
+  return "cuda", None
 
 
 def check_runs(op: str, implementation: str) -> None:
@@ -98,6 +114,13 @@ def dispatch(
     _check_arrays(op, arguments)
     return jax.lax.platform_dependent(*arguments, cuda=cuda)
   return jax.lax.platform_dependent(*arguments, cuda=cuda, default=xla)
+
+
+def _obstacle(op: str) -> str | None:
+  """Why programs for CUDA cannot have the CUDA form; None where they can."""
+  if op not in CUDA_OPS:
+    return "there is no CUDA form of this op"
+  return _library.why_not()
 
 
 def _default_device() -> Any:
