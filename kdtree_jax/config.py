@@ -453,6 +453,10 @@ class DecodeConfig(DictMixin):
     return_logits: also return the raw logits of every committed token.
     return_trees: also return each round's tree, drafter logits and path.
     implementation: "auto", "xla" or "cuda" form of the ops.
+    capture_loop: on a GPU, record the whole loop of rounds as one CUDA graph; else
+      each round is started by the host, which looks whether to go on. The results
+      are the same. While it is on, the loop's part of XLA's own setting
+      (`--xla_gpu_enable_command_buffer`) is replaced.
   """
 
   method: Literal["plain", "chain", "ddtree"] = "ddtree"
@@ -470,6 +474,7 @@ class DecodeConfig(DictMixin):
   return_logits: bool = False
   return_trees: bool = False
   implementation: Literal["auto", "xla", "cuda"] = "auto"
+  capture_loop: bool = True
 
   def __post_init__(self) -> None:
     one_of(self, "method", ("plain", "chain", "ddtree"))
@@ -480,7 +485,7 @@ class DecodeConfig(DictMixin):
       if getattr(self, field) is not None:
         positive(self, field)
     positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
-    for field in ("return_logits", "return_trees"):
+    for field in ("return_logits", "return_trees", "capture_loop"):
       one_of(self, field, (True, False))
     check(
       self.stop_token_ids is None or isinstance(self.stop_token_ids, tuple),

@@ -264,6 +264,7 @@ def test_a_missing_argument_of_the_constructor_is_an_error():
     (DecodeConfig, {"seed": 2**32}, "seed"),
     (DecodeConfig, {"seed": 0.5}, "seed"),
     (DecodeConfig, {"implementation": "triton"}, "implementation"),
+    (DecodeConfig, {"capture_loop": 1.5}, "capture_loop"),
     (TrainConfig, {"steps": 0}, "steps"),
     (TrainConfig, {"batch_size": 0}, "batch_size"),
     (TrainConfig, {"checkpoint_every": 0}, "checkpoint_every"),

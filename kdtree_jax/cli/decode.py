@@ -30,6 +30,7 @@ _DECODE_FIELDS = (
   "top_p",
   "seed",
   "implementation",
+  "capture_loop",
 )
 
 
@@ -60,6 +61,9 @@ def define_flags() -> None:
   flags.DEFINE_float("top_p", None, "Nucleus mass in (0, 1].")
   flags.DEFINE_integer("seed", None, "Seed of the sampling noise.")
   flags.DEFINE_enum("implementation", None, ["auto", "xla", "cuda"], "Of the ops.")
+  flags.DEFINE_bool(
+    "capture_loop", None, "GPU: the whole loop of rounds as one CUDA graph."
+  )
   flags.DEFINE_bool(
     "verify",
     False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from kdtree_jax.decoding.rounds import Program, run_rounds
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.settings import Settings
 from kdtree_jax.decoding.state import DecodeState, Limits, RoundTrace
+from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.target import Target
 
@@ -137,11 +138,19 @@ class Engine:
         self._advance(slots)
         yield from self._report(slots)
 
-  def _run_compiled(self, name, function, static, args, donate):
+  def _run_compiled(self, name, function, static, args, donate, options=None):
     spent = time.perf_counter()
-    run = modules.compiled(name, function, static, args, donate, self._on_compile)
+    run = modules.compiled(
+      name, function, static, args, donate, self._on_compile, options
+    )
     self._compile_seconds += time.perf_counter() - spent
     return run(*args)
+
+  def _loop_options(self) -> Mapping[str, str | int] | None:
+    """Of the compiler, for the loop of rounds."""
+    on_gpu = all(d.platform == "gpu" for d in self._state.root.devices())
+    wanted = self._settings.config.capture_loop and on_gpu
+    return CAPTURED_LOOP_OPTIONS if wanted else None
 
   def _admit(self, prompts, sequence_ids, admitted: dict[int, int], slots) -> None:
     """Prefills the admitted prompts together and takes their first tokens."""
@@ -202,7 +211,9 @@ class Engine:
     limit = jnp.asarray(self._settings.config.chunk_rounds, jnp.int32)
     args = (self._arrays, self._state, self._sampler, self._limits, limit)
     name = f"{self._program.method} rounds"
-    self._state, traces, rounds = self._run_compiled(name, _rounds, static, args, 1)
+    self._state, traces, rounds = self._run_compiled(
+      name, _rounds, static, args, 1, self._loop_options()
+    )
     jax.block_until_ready(self._state.root)
     compiling = self._compile_seconds - compiled_before
     seconds = time.perf_counter() - start - compiling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -65,6 +65,7 @@ def compiled(
   args: tuple[Any, ...],
   donate: int,
   on_compile: OnCompile | None,
+  options: Mapping[str, str | int] | None = None,
 ) -> Callable[..., Any]:
   """The executable of `function(*static, *args)`, compiled at most once.
 
@@ -75,6 +76,7 @@ def compiled(
     args: arrays that show shapes, dtypes and structure.
     donate: index in `args` of the argument whose buffers are given up.
     on_compile: told the name and the seconds that compilation took.
+    options: of the compiler.
 
   Returns:
     A function of `args` alone.
@@ -85,7 +87,8 @@ def compiled(
   devices = frozenset(
     device for x in leaves if getattr(x, "committed", False) for device in x.devices()
   )
-  key = (function, static, structure, shapes, devices)
+  options = dict(options or {})
+  key = (function, static, structure, shapes, devices, tuple(options.items()))
   if key not in _EXECUTABLES:
     start = time.perf_counter()
     jitted = jax.jit(
@@ -93,7 +96,8 @@ def compiled(
       static_argnums=tuple(range(len(static))),
       donate_argnums=len(static) + donate,
     )
-    _EXECUTABLES[key] = jitted.lower(*static, *args).compile()
+    lowered = jitted.lower(*static, *args)
+    _EXECUTABLES[key] = lowered.compile(compiler_options=options or None)
     if on_compile is not None:
       on_compile(name, time.perf_counter() - start)
   return _EXECUTABLES[key]

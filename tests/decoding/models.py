@@ -183,8 +183,8 @@ def watch_calls(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]) -> No
   """Every compiled call of a decode becomes `call(name, run, args, donated index)`."""
   compiled = modules.compiled
 
-  def watched(name, function, static, args, donate, on_compile):
-    run = compiled(name, function, static, args, donate, on_compile)
+  def watched(name, function, static, args, donate, *rest):
+    run = compiled(name, function, static, args, donate, *rest)
     return lambda *args: call(name, run, args, donate)
 
   monkeypatch.setattr(modules, "compiled", watched)
