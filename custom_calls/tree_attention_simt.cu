@@ -14,6 +14,7 @@
 #include <climits>
 #include <cmath>
 
+#include "shared_memory.h"
 #include "tree_attention.h"
 
 namespace kdtree_jax {
@@ -24,7 +25,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kStep = 32;  // positions; should divide a chunk, for speed
 constexpr int kMaxKeyBuffers = 4;
 constexpr int kMaxItems = 4;  // 4 x 4 tiles of the accumulator a thread
-constexpr int kSharedBytes = 101376;
+constexpr int kSharedBytes = kMostSharedMemory;
 constexpr int kNoKey = INT_MIN;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -414,6 +415,8 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
     }
   }
 }
+
+KDT_DYNAMIC_SHARED_MEMORY(TreeAttentionSimtKernel, kSharedBytes);
 
 int DivideUp(int x, int y) { return (x + y - 1) / y; }
 

@@ -30,6 +30,7 @@ REINSTALL = (
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
   "kdtree_jax.compact": "KdtreeCompact",
+  "kdtree_jax.tree_attention": "KdtreeTreeAttention",
   "kdtree_jax.rope": "KdtreeRope",
   "kdtree_jax.rope_keys": "KdtreeRopeKeys",
   "kdtree_jax.rope_queries": "KdtreeRopeQueries",

@@ -2,22 +2,25 @@
 
 A node attends to the committed tokens and to its own ancestors in the tree, and
 to nothing else. Keys are addressed by absolute position and reduced in position
-order, in fixed chunks of positions. Wherever a key lies, in the cache or in the
-tree, it takes the same lane of the same chunk, and every chunk runs the same
-products of the same shape for every node. So the bits of a node's output do not
-depend on whether its ancestors have been committed yet, on its siblings, or on
-the batch.
+order, in fixed chunks of positions, the same for every node. So the bits of a node's
+output do not depend on whether its ancestors have been committed yet, on its
+siblings, or on the batch.
 """
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from kdtree_jax.ops import _implementation
-from kdtree_jax.ops.matmul import einsum
+from kdtree_jax.ops import (
+  _implementation,
+  _tree_attention_cuda,
+  _tree_attention_xla,
+)
 
-CHUNK = 128
+CHUNK = _tree_attention_xla.CHUNK
 
 
 def tree_attention(
@@ -31,7 +34,7 @@ def tree_attention(
   scale: float,
   value_dim: int,
   layer: int | None = None,
-  chunk: int = CHUNK,
+  chunk: int | None = None,
   implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention over keys in absolute position order.
@@ -44,8 +47,8 @@ def tree_attention(
   Args:
     q: [B, N, H, W] queries, f32 or bf16; W = kv_lora_rank + qk_rope_head_dim.
     cache: [B, S, W] committed keys, or [layers, B, S, W] where `layer` is given;
-      rows at and beyond `lengths` are ignored.
-      S must be a multiple of `chunk`.
+      rows at and beyond `lengths` are ignored. Except for "cuda", S must be a
+      multiple of the XLA form's chunk.
     tree_keys: [B, N, W] keys of the tree's nodes.
     ancestors: i32 [B, N, A] slot of the ancestor-or-self at each depth, -1
       beyond the node's own depth.
@@ -56,87 +59,67 @@ def tree_attention(
     layer: which layer of the cache to read. A layer cut out by the caller would be
       copied as a whole before the loop over its chunks.
     chunk: positions per chunk, the same in every program whose bits are
-      compared.
-    implementation: "auto", "xla" or "cuda".
+      compared. None leaves it to the form: `CHUNK` for XLA, and for CUDA a
+      function of S alone (`_tree_attention_cuda.default_chunk`).
+    implementation: "auto", "xla" or "cuda". The CUDA form takes float32 and
+      bfloat16, at most 128 nodes, 129 depths and W = 576, and chunks of a multiple
+      of 16. What goes beyond has the XLA form under "auto" too, in all programs.
 
   Returns:
-    [B, N, H, value_dim] in `q.dtype`.
+    [B, N, H, value_dim] in `q.dtype`. Where `lengths`, `depths` or `ancestors` are
+    out of range a result means nothing, but nothing outside the arrays is read.
 
   Raises:
-    ValueError: shapes disagree, or S is not a multiple of `chunk`.
+    ValueError: shapes disagree, S is not a multiple of the XLA form's chunk, or
+      "cuda" beyond its limits.
+    NotImplementedError: "cuda" without the CUDA library.
   """
   one = cache
   if layer is not None:
     one = jax.ShapeDtypeStruct(cache.shape[1:], cache.dtype)
-  _check_shapes(q, one, tree_keys, ancestors, depths, lengths, value_dim, chunk)
-  _implementation.resolve("tree_attention", implementation)
-  q, cache, tree_keys = map(jnp.asarray, (q, cache, tree_keys))
+  _check_shapes(q, one, tree_keys, ancestors, depths, lengths, value_dim)
+  if layer is not None and not 0 <= layer < cache.shape[0]:
+    raise ValueError(f"layer = {layer} must lie in 0 .. {cache.shape[0] - 1}")
+  if chunk is not None and chunk < 1:
+    raise ValueError(f"chunk = {chunk} must be at least 1")
+  obstacle = _tree_attention_cuda.obstacle(q, one.shape[1], ancestors, chunk)
+  if obstacle is not None and implementation == "cuda":
+    raise ValueError(
+      f"implementation='cuda' of tree_attention: {obstacle}; "
+      "implementation='xla' or 'auto' has no such limit"
+    )
+  if obstacle is not None and implementation == "auto":
+    implementation = "xla"
+  xla_chunk = CHUNK if chunk is None else chunk
+  if implementation != "cuda":
+    _implementation.resolve("tree_attention", implementation)
+    _check_whole_chunks(one.shape[1], xla_chunk)
+
+  arrays = map(jnp.asarray, (q, cache, tree_keys, ancestors, depths, lengths))
+  q, cache, tree_keys, ancestors, depths, lengths = arrays
   if layer is None:
     cache, layer = cache[None], 0
-  ancestors, depths, lengths = map(jnp.asarray, (ancestors, depths, lengths))
-  B, N, H, W = q.shape
-  A = ancestors.shape[-1]
-  last = lengths[:, None] + depths  # [B, N] a node's own position, its last key
-  batch = jnp.arange(B)[:, None, None]
-
-  def scores_and_values(state, keys, positions):
-    """One chunk: keys [B, N, C, W] at positions [C]."""
-    top, total, acc = state
-    seen = (positions <= last[:, :, None])[:, :, None, :]  # [B, N, 1, C]
-    s = einsum("bnhw,bncw->bnhc", q, keys) * scale
-    s = jnp.where(seen, s, -jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(s, -1))
-    # A chunk that holds no key of this node must leave its state as it is, and
-    # -inf - (-inf) must not make a NaN of it.
-    any_seen = seen[..., 0]
-    safe_top = jnp.where(any_seen, new_top, 0.0)
-    p = jnp.where(seen, jnp.exp(s - safe_top[..., None]), 0.0)
-    decay = jnp.where(any_seen, jnp.exp(top - safe_top), 1.0)
-    new_total = total * decay + jnp.sum(p, -1)
-    # The CPU's product has no masked lanes: garbage keys times zero is not zero.
-    values = jnp.where(seen[:, :, 0, :, None], keys[..., :value_dim], 0)
-    part = einsum("bnhc,bncr->bnhr", p.astype(q.dtype), values)
-    new_acc = acc * decay[..., None] + part
-    return (
-      jnp.where(any_seen, new_top, top),
-      jnp.where(any_seen, new_total, total),
-      jnp.where(any_seen[..., None], new_acc, acc),
-    )
-
-  def cached(c):
-    start = c * chunk
-    block = jax.lax.dynamic_slice(cache, (layer, 0, start, 0), (1, B, chunk, W))
-    return block[0], start + jnp.arange(chunk)
-
-  def prefix_chunk(c, state):
-    block, positions = cached(c)
-    keys = jnp.broadcast_to(block[:, None], (B, N, chunk, W))
-    return scores_and_values(state, keys, positions)
-
-  def tail_chunk(c, state):
-    block, positions = cached(c)
-    depth = positions[None] - lengths[:, None]  # [B, C]
-    index = jnp.broadcast_to(jnp.clip(depth, 0, A - 1)[:, None], (B, N, chunk))
-    slots = jnp.take_along_axis(ancestors, index, axis=2)
-    own = tree_keys[batch, jnp.maximum(slots, 0)]  # [B, N, C, W]
-    keys = jnp.where((depth < 0)[:, None, :, None], block[:, None], own)
-    return scores_and_values(state, keys, positions)
-
-  state = (
-    jnp.full((B, N, H), -jnp.inf, jnp.float32),
-    jnp.zeros((B, N, H), jnp.float32),
-    jnp.zeros((B, N, H, value_dim), jnp.float32),
+  cuda_chunk = _tree_attention_cuda.default_chunk(cache.shape[2])
+  settings = {"scale": scale, "value_dim": value_dim, "layer": layer}
+  return _implementation.dispatch(
+    "tree_attention",
+    implementation,
+    functools.partial(
+      _tree_attention_cuda.attend,
+      **settings,
+      chunk=cuda_chunk if chunk is None else chunk,
+    ),
+    functools.partial(_tree_attention_xla.attend, **settings, chunk=xla_chunk),
+    q,
+    cache,
+    tree_keys,
+    ancestors,
+    depths,
+    lengths,
   )
-  whole = jnp.min(lengths) // chunk  # chunks that hold committed keys only
-  used = (jnp.max(last) + chunk) // chunk
-  state = jax.lax.fori_loop(0, whole, prefix_chunk, state)
-  _, total, acc = jax.lax.fori_loop(whole, used, tail_chunk, state)
-  return (acc / total[..., None]).astype(q.dtype)
 
 
-def _check_shapes(
-  q, cache, tree_keys, ancestors, depths, lengths, value_dim, chunk
-) -> None:
+def _check_shapes(q, cache, tree_keys, ancestors, depths, lengths, value_dim) -> None:
   if q.ndim != 4:
     raise ValueError(f"q must be [B, N, H, W]; its shape is {q.shape}")
   B, N, _, W = q.shape
@@ -163,8 +146,10 @@ def _check_shapes(
     )
   if not 0 < value_dim <= W:
     raise ValueError(f"value_dim = {value_dim} must lie in 1 .. {W}")
-  if cache.shape[1] % chunk:
+
+
+def _check_whole_chunks(positions: int, chunk: int) -> None:
+  if positions % chunk:
     raise ValueError(
-      f"cache holds {cache.shape[1]} positions, which is not a multiple of "
-      f"chunk = {chunk}"
+      f"cache holds {positions} positions, which is not a multiple of chunk = {chunk}"
     )
