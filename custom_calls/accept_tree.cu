@@ -4,6 +4,8 @@
 
 #include "accept_tree.h"
 
+#include "shared_memory.h"
+
 namespace kdtree_jax {
 namespace {
 
@@ -47,6 +49,8 @@ __global__ void __launch_bounds__(kThreads) AcceptTreeKernel(AcceptTreeArgs a) {
   a.length[blockIdx.x] = length;
   a.bonus[blockIdx.x] = chosen[last];
 }
+
+KDT_DYNAMIC_SHARED_MEMORY(AcceptTreeKernel, 2 * sizeof(int) * kAcceptTreeMaxNodes);
 
 }  // namespace
 
