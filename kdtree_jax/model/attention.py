@@ -86,6 +86,7 @@ class MLA(nnx.Module):
       sin,
       eps=self.kv_a_layernorm.eps,
       interleave=c.rope_interleave,
+      # On CUDA the kernels form the angles; the tables serve XLA and training.
       frequencies=RopeFrequencies.of(c),
       implementation=implementation,
     )
