@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kdtree_jax.bench.rounds import OVERHEAD, PARTS
 from kdtree_jax.bench.stages import STAGES
 
 # Conditional acceptance is drawn where it is a share of at least so many rounds.
 _FEWEST_ROUNDS = 20
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+_PALETTE = (*_COLORS, "tab:brown", "tab:pink", "tab:gray")
 
 
 def acceptance(report: dict[str, Any], path: Path) -> None:
@@ -88,6 +90,54 @@ def speed(report: dict[str, Any], path: Path) -> None:
     axes.set(ylabel="ms per round")
     axes.set_title("stages timed alone, and the whole round", fontsize=9)
     axes.legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def kernels(report: dict[str, Any], path: Path) -> None:
+  """Time of each kernel beside XLA's form, its bar and its floor."""
+  measured = report["measurements"][::-1]
+  figure = _figure(report, columns=2)
+  axes = figure.add_subplot(1, 1, 1)
+  names = [f"{m['op']}\n{m['shape']}" for m in measured]
+  for form, color, shift in (("xla", _COLORS[1], 0.2), ("cuda", _COLORS[0], -0.2)):
+    points = [
+      (i + shift, m[form]["us"]) for i, m in enumerate(measured) if "us" in m[form]
+    ]
+    if points:
+      places, heights = zip(*points, strict=True)
+      axes.barh(places, heights, 0.4, color=color, label=form)
+  floors = [m["floor_us"] for m in measured]
+  axes.plot(floors, range(len(measured)), "k|", ms=14, label="floor")
+  bars = [(m["bar_us"], i) for i, m in enumerate(measured) if m["bar_us"]]
+  if bars:
+    axes.plot(*zip(*bars, strict=True), "r|", ms=14, label="bar")
+  axes.set_yticks(range(len(measured)), names, fontsize=6)
+  axes.set(xscale="log", xlabel="us per call")
+  axes.legend(fontsize=8)
+  figure.savefig(path, dpi=120)
+
+
+def decode(report: dict[str, Any], path: Path) -> None:
+  """Where a round's time goes, and what of it is no model's forward pass."""
+  measured = report["measurements"]
+  figure = _figure(report, columns=2)
+  names = [
+    m["name"] if m["name"] == "plain" else f"{m['name']}\n{m['budget']}"
+    for m in measured
+  ]
+  for column, parts in enumerate((PARTS, OVERHEAD)):
+    axes = figure.add_subplot(1, 2, 1 + column)
+    bottom = [0.0] * len(measured)
+    for part in parts:
+      heights = [max(m["parts"][part], 0.0) for m in measured]
+      color = _PALETTE[PARTS.index(part)]
+      axes.bar(names, heights, bottom=bottom, color=color, label=part)
+      bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axes.set(ylabel="us per round")
+    axes.legend(fontsize=7)
+    axes.set_title(
+      "whole round" if column == 0 else "all but the models' passes", fontsize=9
+    )
   figure.savefig(path, dpi=120)
 
 

@@ -98,6 +98,23 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
   )
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+  """Lines of a Markdown table."""
+  text = [columns, ["---"] * len(columns), *([cell(v) for v in row] for row in rows)]
+  return [f"| {' | '.join(line)} |" for line in text]
+
+
+def markdown_origin(report: Mapping[str, Any]) -> list[str]:
+  """Lines of a Markdown list: command, date, device, versions."""
+  where = report["environment"]
+  versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
+  lines = [f"- command: `{where['command']}`", f"- date: {where['date']}"]
+  lines += [f"- device: {where['device']}", f"- versions: {versions}"]
+  if where["xla_flags"]:
+    lines.append(f"- `XLA_FLAGS={where['xla_flags']}`")
+  return lines
+
+
 def cell(value: Any) -> str:
   """A value as a table shows it; "-" stands for None and NaN."""
   if value is None or (isinstance(value, float) and math.isnan(value)):

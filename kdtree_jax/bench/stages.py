@@ -68,7 +68,9 @@ class StageTimer:
       capacity=jnp.asarray(cache_len, jnp.int32),
       budget=jnp.asarray(0, jnp.int32),
     )
-    self._state = self._start(prompt, cache_len)
+    self._state = start_state(
+      self._statics, self._arrays, self._taps, prompt, cache_len, config
+    )
     self._drafted: tuple[float, jax.Array] | None = None
 
   def measure(self, method: str, budget: int, rows: int) -> dict[str, float]:
@@ -159,44 +161,6 @@ class StageTimer:
       runs.append((time.perf_counter() - start) / self._repeats)
     return 1e3 * float(np.median(runs)), out
 
-  def _start(self, prompt: Sequence[int], cache_len: int) -> DecodeState:
-    """The state in which the first round begins."""
-    chunk = functional.PREFILL_CHUNK
-    tokens = np.zeros((1, -(-len(prompt) // chunk) * chunk), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    lengths = jnp.asarray([len(prompt)], jnp.int32)
-
-    @jax.jit
-    def start(arrays, tokens):
-      target, drafter = map(modules.merge, self._statics, arrays)
-      cache, logits, features = functional.prefill(
-        target,
-        tokens,
-        max(cache_len, tokens.shape[1]),
-        lengths=lengths,
-        feature_layers=self._taps,
-        implementation=self._config.implementation,
-      )
-      context = functional.observe(
-        drafter,
-        target,
-        functional.draft_context(drafter, 1, cache.capacity),
-        tokens,
-        features,
-        lengths,
-      )
-      state = DecodeState.empty(
-        cache, context.state, self._config.max_new_tokens, logits.shape[-1], False
-      )
-      return dataclasses.replace(
-        state,
-        root=jnp.argmax(logits, axis=-1).astype(jnp.int32),
-        finish=jnp.zeros_like(state.finish),
-        generated=jnp.ones_like(state.generated),
-      )
-
-    return start(self._arrays, jnp.asarray(tokens))
-
   def _draft(self, target, drafter, state: DecodeState) -> jax.Array:
     return drafter.draft(
       target, state.drafter, state.root, state.cache.lengths, state.sequence_ids
@@ -236,3 +200,58 @@ class StageTimer:
       finish=state.finish,
       generated=state.generated,
     )
+
+
+def start_state(
+  statics: Sequence[Any],
+  arrays: Sequence[Any],
+  taps: tuple[int, ...],
+  prompt: Sequence[int],
+  cache_len: int,
+  config: DecodeConfig,
+) -> DecodeState:
+  """The state in which the first round after a prompt begins, in one slot.
+
+  Args:
+    statics: structures of target and drafter, see `kdtree_jax.decoding.modules`.
+    arrays: their arrays.
+    taps: the drafter's feature layers.
+    prompt: tokens.
+    cache_len: positions of the cache at least.
+    config: max_new_tokens and implementation.
+  """
+  chunk = functional.PREFILL_CHUNK
+  tokens = np.zeros((1, -(-len(prompt) // chunk) * chunk), np.int32)
+  tokens[0, : len(prompt)] = prompt
+  lengths = jnp.asarray([len(prompt)], jnp.int32)
+
+  @jax.jit
+  def start(arrays, tokens):
+    target, drafter = map(modules.merge, statics, arrays)
+    cache, logits, features = functional.prefill(
+      target,
+      tokens,
+      max(cache_len, tokens.shape[1]),
+      lengths=lengths,
+      feature_layers=taps,
+      implementation=config.implementation,
+    )
+    context = functional.observe(
+      drafter,
+      target,
+      functional.draft_context(drafter, 1, cache.capacity),
+      tokens,
+      features,
+      lengths,
+    )
+    state = DecodeState.empty(
+      cache, context.state, config.max_new_tokens, logits.shape[-1], False
+    )
+    return dataclasses.replace(
+      state,
+      root=jnp.argmax(logits, axis=-1).astype(jnp.int32),
+      finish=jnp.zeros_like(state.finish),
+      generated=jnp.ones_like(state.generated),
+    )
+
+  return start(arrays, jnp.asarray(tokens))

@@ -1,4 +1,4 @@
-"""`kdtree-bench`: acceptance, exactness and speed, measured on this machine."""
+"""`kdtree-bench`: acceptance, exactness, speed, kernels, rounds, measured here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kdtree_jax.training.config import Experiment
 if TYPE_CHECKING:
   from kdtree_jax.model.target import Target
 
-SUITES = ("acceptance", "exactness", "speed")
+SUITES = ("acceptance", "exactness", "speed", "kernels", "decode")
 
 
 def define_flags() -> None:
@@ -57,6 +57,14 @@ def define_flags() -> None:
   )
   flags.DEFINE_integer("repetitions", 3, "speed: decodes per prompt and method.", 1)
   flags.DEFINE_bool("stages", True, "speed: also time each stage of a round alone.")
+  flags.DEFINE_list("kernels", None, "kernels: ops to measure; all if unset.")
+  flags.DEFINE_enum(
+    "model",
+    "demo",
+    ["demo", "kimi_like"],
+    "decode: the demo pair, or a random one of Kimi's widths per token and few layers.",
+  )
+  flags.DEFINE_integer("rounds", 32, "decode: rounds per call of the program.", 1)
 
 
 def main(positional: list[str], experiment: Experiment | None) -> int:
@@ -72,6 +80,8 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     "acceptance": _acceptance,
     "exactness": _exactness,
     "speed": _speed,
+    "kernels": _kernels,
+    "decode": _decode,
   }
   decode = experiment.decode if experiment else None
   return suites[flags.FLAGS.suite](folder, decode)
@@ -175,6 +185,66 @@ def _speed(folder: Path, decode: DecodeConfig | None) -> int:
   plots.speed(result, folder / "speed.png")
   _wrote(folder / "speed.json", folder / "speed.png")
   return 0
+
+
+def _kernels(folder: Path, decode: DecodeConfig | None) -> int:
+  del decode
+  import jax
+
+  from kdtree_jax.bench import kernel_cases, kernels, plots, report, timing
+
+  cases = kernel_cases.standard()
+  known = list(dict.fromkeys(case.op for case in cases))
+  asked = flags.FLAGS.kernels or known
+  for name in asked:
+    if name not in known:
+      raise ValueError(f"--kernels={name}: it must be among {', '.join(known)}")
+  if jax.default_backend() != "gpu":
+    raise ValueError(
+      "--suite=kernels needs a CUDA GPU; the default device here is "
+      f"{jax.devices()[0].device_kind!r}"
+    )
+  ceilings = timing.ceilings()
+  _log(f"ceilings: {ceilings}")
+  chosen = [case for case in cases if case.op in asked]
+  result = kernels.run(chosen, ceilings, log=_log)
+  print(kernels.render(result))
+  report.write_json(folder / "kernels.json", result)
+  plots.kernels(result, folder / "kernels.png")
+  _wrote(folder / "kernels.json", folder / "kernels.png")
+  return 1 if kernels.failed(result) else 0
+
+
+def _decode(folder: Path, decode: DecodeConfig | None) -> int:
+  from kdtree_jax.bench import decode as suite
+  from kdtree_jax.bench import plots, report
+  from kdtree_jax.bench.kimi_like import kimi_like
+
+  name = flags.FLAGS.model
+  dtype = flags.FLAGS.dtype or "bfloat16"
+  if name == "demo":
+    target, drafter, tokenizer = _load_models(dtype)
+    prompt_set = flags.FLAGS.prompt_set or "humaneval"
+    (prompt,) = _prompts(target, tokenizer, prompt_set, 1)[:1]
+  else:
+    target, drafter, prompt = kimi_like(dtype)
+  budgets = _numbers("budgets", int, (64,))
+  result = suite.run(
+    target,
+    drafter,
+    prompt,
+    budgets=budgets,
+    rounds=flags.FLAGS.rounds,
+    base=_base(decode or DecodeConfig(), slots=1),
+    log=_log,
+  )
+  result["settings"] = {"model": name} | result["settings"]
+  print(suite.render(result))
+  stem = folder / f"decode_{name}"
+  report.write_json(stem.with_suffix(".json"), result)
+  plots.decode(result, stem.with_suffix(".png"))
+  _wrote(stem.with_suffix(".json"), stem.with_suffix(".png"))
+  return 0 if suite.host_transfers(result) == 0 else 1
 
 
 def _base(config: DecodeConfig, slots: int | None = None) -> DecodeConfig:

@@ -1,0 +1,205 @@
+"""The kernels suite: its cases, its figures, its reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdtree_jax.bench import kernel_cases, kernels, markdown, plots, report
+from kdtree_jax.bench.timing import Ceilings, Timing
+from tests.bench.suites_test import command
+
+SMALL = {"sets": 2, "calls": 2, "xla_calls": 2}
+LIMITS = Ceilings(bytes_per_second=1e9, flops_per_second=1e12, link_us=0.5)
+ATTENTION = kernel_cases.tree_attention(
+  5, 1024, heads=2, latent=32, rope=8, dtype=jnp.dtype("float32"), bar_us=7.0, **SMALL
+)
+TINY = [
+  ATTENTION,
+  kernel_cases.build_tree(3, 200, 7, **SMALL),
+  kernel_cases.accept_tree(9, 4, **SMALL),
+  kernel_cases.compact(2, layers=2, accepted=3, nodes=5, capacity=20, width=8, calls=2),
+  kernel_cases.rope(4, 2, 8, context=10, **SMALL),
+]
+
+
+def timing(us: float) -> Timing:
+  return Timing(us, us, us, calls=2, starts=1, runs=1, host_share=0.0)
+
+
+def test_the_table_is_the_designs():
+  cases = kernel_cases.standard()
+  bars = {(c.op, c.shape): (c.bar_us, c.hopper_bar_us) for c in cases}
+  assert bars[("tree_attention", "1 row, 32k, 64 heads")] == (40, None)
+  assert bars[("tree_attention", "1 row, 128k, 64 heads")] == (65, None)
+  assert bars[("tree_attention", "16 rows, 32k, 64 heads")] == (270, 129)
+  assert bars[("tree_attention", "64 rows, 32k, 64 heads")] == (1000, 450)
+  assert bars[("tree_attention", "64 rows, 128k, 64 heads")] == (4000, 1830)
+  assert bars[("build_tree", "[1, 15, 163840] fp32, budget 64")] == (60, None)
+  assert bars[("accept_tree", "64 nodes, greedy")] == (10, None)
+  assert bars[("compact", "61 layers, 16 accepted, batch 8")] == (None, None)
+  assert len(bars) == len(cases)
+  # What the design's floors come from: 4.3 TB/s and 760 TFLOP/s.
+  hopper = Ceilings(4.3e12, 760e12, 0)
+  floors = [hopper.floor_us(c.bytes_moved, c.flops) for c in cases[:6]]
+  # Within 6 %: the design took a slightly higher rate for its three lines of products.
+  np.testing.assert_allclose(floors, [9, 35, 91, 366, 1461, 2.3], rtol=0.06)
+
+
+def test_bytes_and_operations_are_counted():
+  _, depths = kernel_cases.random_tree(5, seed=5)
+  keys = 5 * (1024 + 1) + depths.sum()
+  assert ATTENTION.flops == 2 * 2 * keys * (40 + 32)
+  assert ATTENTION.bytes_moved == 4 * (1024 * 40 + 5 * 40 + 5 * 2 * (40 + 32))
+  assert TINY[3].bytes_moved == 2 * 2 * 2 * 2 * 3 * 8
+
+
+def test_random_trees_are_deep_trees():
+  parents, depths = kernel_cases.random_tree(64, seed=64)
+  assert (parents[0], depths[0]) == (-1, 0)
+  assert np.all(parents[1:] < np.arange(1, 64)) and np.all(parents[1:] >= 0)
+  np.testing.assert_array_equal(depths[1:], depths[parents[1:]] + 1)
+  assert depths.max() == kernel_cases.MAX_DEPTH
+
+
+def test_the_target_follows_the_longest_branch():
+  case = kernel_cases.accept_tree()
+  tree, targets = case.inputs(jax.random.key(0))
+  path, length, bonus = case.call((tree, targets), "xla")
+  assert length.tolist() == [kernel_cases.MAX_DEPTH + 1]
+  assert tree.depths[0, path[0]].tolist() == list(range(kernel_cases.MAX_DEPTH + 1))
+  assert bonus.tolist() == [-1]
+
+
+def test_input_sets_differ():
+  for case in TINY:
+    one, other = (case.inputs(jax.random.key(seed)) for seed in (0, 1))
+    assert not np.array_equal(jax.tree.leaves(one)[0], jax.tree.leaves(other)[0])
+
+
+@pytest.fixture(scope="module")
+def measured():
+  return kernels.run(TINY, LIMITS, runs=2, seconds=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the CUDA forms run there")
+def test_without_a_gpu_only_xla_is_timed(measured):
+  assert [m["op"] for m in measured["measurements"]] == [c.op for c in TINY]
+  for m in measured["measurements"]:
+    assert m["cuda"] == {"missing": "no CUDA GPU"}
+    assert m["xla"]["us"] > 0 and m["of"] == "xla"
+    assert m["ratio"] is None and m["reached"] is None and m["difference"] is None
+  assert not kernels.failed(measured)
+  text = kernels.render(measured)
+  assert text.count("no CUDA GPU") == 2 * len(TINY)  # in the table and below it
+
+
+def test_report_is_text_json_markdown_and_picture(measured, tmp_path):
+  head = kernels.render(measured)
+  assert "Ceilings measured in this run: 1 GB/s" in head
+  path = tmp_path / "k.json"
+  report.write_json(path, measured)
+  again = json.loads(path.read_text())
+  for key in ("device", "versions", "date", "command"):
+    assert again["environment"][key]
+  assert markdown.table(again) == markdown.table(measured)
+  plots.kernels(again, tmp_path / "k.png")
+  assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_a_kernel_that_moves_bytes():
+  # 2,000 bytes at 1 GB/s; the operations take half as long.
+  case = dataclasses.replace(ATTENTION, bytes_moved=2000, flops=10**6, bar_us=7.0)
+  got = kernels.figures(case, LIMITS, {"cuda": timing(4.0), "xla": timing(10.0)})
+  assert (got["of"], got["ratio"], got["reached"]) == ("cuda", 2.5, True)
+  assert got["bytes_per_second"] == pytest.approx(5e8)
+  assert got["flops_per_second"] == pytest.approx(2.5e11)
+  assert got["share_of_floor"] == pytest.approx(0.5)
+  there = kernels.ESTIMATED_CEILINGS.floor_us(2000, 10**6)
+  assert got["estimate_us"] == pytest.approx(2 * there)
+  slow = kernels.figures(case, LIMITS, {"cuda": timing(8.0)})
+  assert slow["reached"] is False and slow["ratio"] is None
+
+
+def test_latency_is_not_scaled_in_an_estimate():
+  case = dataclasses.replace(ATTENTION, bytes_moved=1000, flops=0)
+  got = kernels.figures(case, LIMITS, {"cuda": timing(20.0)})
+  there = kernels.ESTIMATED_CEILINGS.floor_us(1000, 0)
+  assert got["estimate_us"] == pytest.approx(20 - 1 + there)
+  assert got["estimate_from"] == "same latency"
+
+
+def test_a_form_that_fails_is_named_and_the_rest_goes_on(monkeypatch):
+  monkeypatch.setattr(kernels, "why_missing", lambda op, form: None)
+
+  def call(inputs, form):
+    if form == "cuda":
+      raise ValueError("no such shape")
+    return inputs[0] * 2.0
+
+  case = dataclasses.replace(ATTENTION, call=call)
+  result = kernels.run([case], LIMITS, runs=1, seconds=1e-4)
+  (m,) = result["measurements"]
+  assert m["cuda"]["missing"] == "failed: ValueError: no such shape"
+  assert m["xla"]["us"] > 0
+  assert kernels.failed(result) and "no such shape" in kernels.render(result)
+
+
+def test_both_forms_are_compared(monkeypatch):
+  monkeypatch.setattr(kernels, "why_missing", lambda op, form: None)
+  case = dataclasses.replace(
+    ATTENTION, call=lambda inputs, form: inputs[0] + (0.25 if form == "cuda" else 0.0)
+  )
+  result = kernels.run([case], LIMITS, runs=1, seconds=1e-4)
+  (m,) = result["measurements"]
+  assert m["difference"] == pytest.approx(0.25, rel=1e-5)  # of fp32 sums near 1
+  assert m["ratio"] == pytest.approx(m["xla"]["us"] / m["cuda"]["us"])
+  assert re.search(r"2\.5e-01", kernels.render(result))
+  carried = dataclasses.replace(
+    TINY[3], call=lambda cache, inputs, form: TINY[3].call(cache, inputs, "xla")
+  )
+  (m,) = kernels.run([carried], LIMITS, runs=1, seconds=1e-4)["measurements"]
+  assert m["difference"] == 0
+
+
+def test_differences():
+  inf = jnp.asarray([-jnp.inf, 1.0])
+  assert kernels.largest_difference([inf, jnp.arange(3)], [inf, jnp.arange(3)]) == 0
+  assert kernels.largest_difference([inf], [inf.at[1].set(3.0)]) == 2
+  assert kernels.largest_difference([inf], [inf.at[0].set(3.0)]) == np.inf
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ((), "needs a CUDA GPU"),
+    (("--kernels=rope,matmul",), "--kernels=matmul: it must be among tree_attention"),
+  ],
+)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it would run")
+def test_the_command_says_what_it_needs(arguments, words, tmp_path):
+  done = command("--suite=kernels", *arguments, f"--output_dir={tmp_path}")
+  assert done.returncode == 2
+  assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_pages_are_filled_from_files(measured, tmp_path):
+  page = tmp_path / "page.md"
+  page.write_text(
+    "before\n<!-- figures: k.json -->\nold\n<!-- end of figures -->\nbetween\n"
+    "<!-- figures: missing.json -->\n<!-- end of figures -->\nafter\n"
+  )
+  report.write_json(tmp_path / "k.json", measured)
+  text = markdown.fill(page)
+  assert "old" not in text and "| tree_attention |" in text
+  assert text.count(markdown.NOT_MEASURED) == 1
+  page.write_text(text)
+  assert markdown.fill(page) == text
+  with pytest.raises(ValueError, match="suite = 'speed'"):
+    markdown.table({"suite": "speed"})
