@@ -11,6 +11,7 @@ struct Op {
 constexpr Op kOps[] = {
     {"accept_tree", SetUpAcceptTree},
     {"compact", SetUpCompact},
+    {"rope", SetUpRope},
     {"tree_attention", SetUpTreeAttention},
 };
 

@@ -21,6 +21,7 @@ using SetUp = Launch (*)(CaseSetup& setup);
 
 Launch SetUpAcceptTree(CaseSetup& setup);
 Launch SetUpCompact(CaseSetup& setup);
+Launch SetUpRope(CaseSetup& setup);
 Launch SetUpTreeAttention(CaseSetup& setup);
 
 // Null for an op that is not in the table.

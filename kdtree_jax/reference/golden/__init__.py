@@ -1,0 +1,40 @@
+"""Golden cases: inputs of the kernels' ops and what the reference makes of them.
+
+Without JAX. `python -m kdtree_jax.checkpoint.golden` writes them to a file that the
+C++ checker reads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kdtree_jax.reference.golden import (
+  accept,
+  attention,
+  build,
+  compaction,
+  paths,
+  rope,
+)
+from kdtree_jax.reference.golden.case import GoldenCase, Rule
+
+__all__ = ["GoldenCase", "Rule", "golden_cases"]
+
+_MODULES = (rope, build, paths, attention, accept, compaction)
+
+
+def golden_cases(seed: int = 0, *, small: bool = False) -> list[GoldenCase]:
+  """All cases of all ops.
+
+  Args:
+    seed: of the random inputs. Each op has its own stream, so that the cases of one
+      do not depend on those of another.
+    small: few and small ones, for runs under a sanitizer.
+
+  Returns:
+    The cases, in a fixed order.
+  """
+  made = []
+  for index, module in enumerate(_MODULES):
+    made += module.cases(np.random.default_rng([seed, index]), small=small)
+  return made
