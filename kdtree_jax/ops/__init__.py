@@ -8,7 +8,13 @@ numpy, for one sequence.
 from __future__ import annotations
 
 from kdtree_jax.ops.accept_tree import accept_tree
-from kdtree_jax.ops.build_tree import build_tree, chain_tree, tree_from_table
+from kdtree_jax.ops.ancestors import ancestors
+from kdtree_jax.ops.build_tree import (
+  build_tree,
+  chain_tree,
+  log_softmax_topk,
+  tree_from_table,
+)
 from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
@@ -18,10 +24,12 @@ from kdtree_jax.ops.tree_attention import tree_attention
 __all__ = [
   "RopeFrequencies",
   "accept_tree",
+  "ancestors",
   "build_tree",
   "chain_tree",
   "compact",
   "grouped_matmul",
+  "log_softmax_topk",
   "rope",
   "rope_keys",
   "rope_queries",

@@ -14,7 +14,19 @@ IMPLEMENTATIONS = ("auto", "xla", "cuda")
 
 # Ops with a CUDA form.
 CUDA_OPS = frozenset(
-  {"accept_tree", "compact", "rope", "rope_keys", "rope_queries", "tree_attention"}
+  {
+    "accept_tree",
+    "ancestors",
+    "build_tree",
+    "chain_tree",
+    "compact",
+    "log_softmax_topk",
+    "rope",
+    "rope_keys",
+    "rope_queries",
+    "tree_attention",
+    "tree_from_table",
+  }
 )
 
 

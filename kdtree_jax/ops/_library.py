@@ -29,8 +29,12 @@ REINSTALL = (
 # XLA target -> symbol of the handler.
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
+  "kdtree_jax.ancestors": "KdtreeTreeAncestors",
+  "kdtree_jax.build_tree": "KdtreeBuildTree",
   "kdtree_jax.compact": "KdtreeCompact",
+  "kdtree_jax.log_softmax_topk": "KdtreeLogSoftmaxTopK",
   "kdtree_jax.tree_attention": "KdtreeTreeAttention",
+  "kdtree_jax.tree_from_table": "KdtreeTreeFromTable",
   "kdtree_jax.rope": "KdtreeRope",
   "kdtree_jax.rope_keys": "KdtreeRopeKeys",
   "kdtree_jax.rope_queries": "KdtreeRopeQueries",

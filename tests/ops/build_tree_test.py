@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kdtree_jax import ops, reference
-from kdtree_jax.ops.build_tree import log_softmax_topk
 from kdtree_jax.tree import Tree
 from tests.tree.random_trees import FIELDS, differences, random_tables
 
@@ -28,7 +27,7 @@ CASES = 500  # times 21 shapes: 10,500 trees
 from_table = jax.jit(ops.tree_from_table, static_argnums=3, static_argnames="rows")
 build = jax.jit(ops.build_tree, static_argnums=2, static_argnames="rows")
 chain = jax.jit(ops.chain_tree, static_argnames="rows")
-table_of = jax.jit(log_softmax_topk, static_argnums=1)
+table_of = jax.jit(ops.log_softmax_topk, static_argnums=1)
 
 
 def references(log_probs, token_ids, roots, budget) -> list[reference.Tree]:
