@@ -89,6 +89,7 @@ def run(
       "rounds": rounds,
       "T": base.temperature,
       "ops": base.implementation,
+      "captured": base.capture_loop,
     },
     "measurements": measurements,
   }
@@ -109,7 +110,8 @@ def render(report: dict[str, Any]) -> str:
     "models' passes; besides: round less these.\nloop: round less all parts; negative "
     "where the loop overlaps what was timed apart.\nhost: transfers in the text of the "
     "compiled loop; it ran under a guard that refuses transfers between its arguments\n"
-    "and the host. (XLA itself may read one byte a round, the loop's condition.)",
+    "and the host. (Where the loop is not captured, XLA reads its condition, one byte a "
+    "round.)",
     verdict(report),
   ]
   return "\n\n".join(parts)

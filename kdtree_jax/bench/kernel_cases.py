@@ -229,31 +229,140 @@ def rope(
   dtype: jnp.dtype = BF16,
   **fields: Any,
 ) -> Case:
-  """The queries of a layer, rotated at the positions of a tree."""
-  _, depths = random_tree(nodes, seed=nodes)
-  table = ops.rope_table(width, context + nodes, 50000.0, None)
+  """The rotated part of a layer's queries at the positions of a tree, alone."""
+  angles = _Angles(nodes, width, context)
 
   def inputs(key):
-    x = jax.random.normal(key, (1, nodes, heads, width), dtype)
-    positions = context + jnp.asarray(depths)[None, :, None]
-    return x, jnp.asarray(table.cos), jnp.asarray(table.sin), positions
+    return jax.random.normal(key, (1, nodes, heads, width), dtype), *angles.inputs()
 
   def call(inputs, implementation):
     x, cos, sin, positions = inputs
     return ops.rope(
-      x, positions, cos, sin, interleave=True, implementation=implementation
+      x,
+      positions[..., None],
+      cos,
+      sin,
+      interleave=True,
+      frequencies=angles.frequencies,
+      implementation=implementation,
     )
 
+  values = 2 * nodes * heads * width
   return Case(
     op="rope",
-    shape=f"queries [1, {nodes}, {heads}, {width}] {_name(dtype)}",
+    shape=f"[1, {nodes}, {heads}, {width}] {_name(dtype)}",
     inputs=inputs,
     call=call,
     link=_link_last,
-    bytes_moved=2 * dtype.itemsize * nodes * heads * width + 4 * nodes * (width + 1),
+    bytes_moved=dtype.itemsize * values + 4 * nodes,
     flops=3 * nodes * heads * width,
     **fields,
   )
+
+
+def rope_queries(
+  nodes: int = 64,
+  heads: int = 64,
+  *,
+  latent: int = 512,
+  plain: int = 128,
+  width: int = 64,
+  context: int = 4096,
+  dtype: jnp.dtype = BF16,
+  **fields: Any,
+) -> Case:
+  """The queries of a layer: the absorbed part beside the rotated one."""
+  angles = _Angles(nodes, width, context)
+
+  def inputs(key):
+    keys = jax.random.split(key)
+    # As the product through `k_up` leaves it: heads outermost.
+    absorbed = jax.random.normal(keys[0], (heads, 1, nodes, latent), dtype)
+    q = jax.random.normal(keys[1], (1, nodes, heads, plain + width), dtype)
+    return absorbed, q, *angles.inputs()
+
+  def call(inputs, implementation):
+    absorbed, q, cos, sin, positions = inputs
+    return ops.rope_queries(
+      jnp.transpose(absorbed, (1, 2, 0, 3)),
+      q,
+      positions,
+      cos,
+      sin,
+      interleave=True,
+      frequencies=angles.frequencies,
+      implementation=implementation,
+    )
+
+  values = 2 * nodes * heads * (latent + width)
+  return Case(
+    op="rope_queries",
+    shape=f"[1, {nodes}, {heads}, {latent} + {width}] {_name(dtype)}",
+    inputs=inputs,
+    call=call,
+    link=_link_last,
+    bytes_moved=dtype.itemsize * values + 4 * nodes,
+    flops=3 * nodes * heads * width,
+    **fields,
+  )
+
+
+def rope_keys(
+  nodes: int = 64,
+  *,
+  latent: int = 512,
+  width: int = 64,
+  context: int = 4096,
+  dtype: jnp.dtype = BF16,
+  **fields: Any,
+) -> Case:
+  """The cache rows of a layer: the normed latent beside the rotated key."""
+  angles = _Angles(nodes, width, context)
+
+  def inputs(key):
+    kv = jax.random.normal(key, (1, nodes, latent + width), dtype)
+    return kv, jnp.ones((latent,), dtype), *angles.inputs()
+
+  def call(inputs, implementation):
+    kv, weight, cos, sin, positions = inputs
+    return ops.rope_keys(
+      kv,
+      weight,
+      positions,
+      cos,
+      sin,
+      eps=1e-6,
+      interleave=True,
+      frequencies=angles.frequencies,
+      implementation=implementation,
+    )
+
+  values = 2 * nodes * (latent + width) + latent
+  return Case(
+    op="rope_keys",
+    shape=f"[1, {nodes}, {latent} + {width}] {_name(dtype)}",
+    inputs=inputs,
+    call=call,
+    link=_link_last,
+    bytes_moved=dtype.itemsize * values + 4 * nodes,
+    flops=nodes * (4 * latent + 3 * width),
+    **fields,
+  )
+
+
+class _Angles:
+  """Tables for XLA, frequencies for CUDA, positions of a tree behind `context`."""
+
+  def __init__(self, nodes: int, width: int, context: int):
+    _, self._depths = random_tree(nodes, seed=nodes)
+    self._context = context
+    theta = 50000.0
+    self._table = ops.rope_table(width, context + nodes, theta, None)
+    self.frequencies = ops.RopeFrequencies.create(width, theta, None)
+
+  def inputs(self) -> tuple[jax.Array, ...]:
+    positions = self._context + jnp.asarray(self._depths)[None]
+    return jnp.asarray(self._table.cos), jnp.asarray(self._table.sin), positions
 
 
 def standard() -> list[Case]:
@@ -271,6 +380,8 @@ def standard() -> list[Case]:
     compact(1),
     compact(8, calls=8),
     rope(**small),
+    rope_queries(**small),
+    rope_keys(**small),
   ]
 
 

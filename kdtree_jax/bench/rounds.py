@@ -19,6 +19,7 @@ from kdtree_jax.decoding import modules
 from kdtree_jax.decoding.rounds import Program, run_rounds, verify_step
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.state import DecodeState, Limits, emit
+from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache, round_up
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.accept_tree import accept_tree
@@ -123,6 +124,9 @@ class Rounds:
       implementation=config.implementation,
     )
     self.budget = budget
+    # As `kdtree_jax.decode` compiles its loop.
+    captured = config.capture_loop and jax.default_backend() == "gpu"
+    self._options: Any = dict(CAPTURED_LOOP_OPTIONS) if captured else None
     self._sampler = Sampler.create(config.temperature, config.top_p, config.seed)
     self._limits = Limits(
       stop_tokens=jnp.full((4,), -1, jnp.int32),
@@ -168,9 +172,8 @@ class Rounds:
     first = jax.tree.map(jnp.copy, (state.cache.lengths, state.root))
     count = jnp.asarray(self._rounds, jnp.int32)
     settings = (self._sampler, self._limits, count)
-    compiled = (
-      jax.jit(run, donate_argnums=1).lower(self._arrays, state, *settings).compile()
-    )
+    lowered = jax.jit(run, donate_argnums=1).lower(self._arrays, state, *settings)
+    compiled = lowered.compile(compiler_options=self._options)
     seconds, committed = [], 0.0
     for i in range(self._effort.warmups + self._effort.runs):
       state = jax.block_until_ready(restart(state, *first))

@@ -26,6 +26,8 @@ TINY = [
   kernel_cases.accept_tree(9, 4, **SMALL),
   kernel_cases.compact(2, layers=2, accepted=3, nodes=5, capacity=20, width=8, calls=2),
   kernel_cases.rope(4, 2, 8, context=10, **SMALL),
+  kernel_cases.rope_queries(4, 2, latent=16, plain=4, width=8, context=10, **SMALL),
+  kernel_cases.rope_keys(4, latent=16, width=8, context=10, **SMALL),
 ]
 
 
@@ -58,6 +60,9 @@ def test_bytes_and_operations_are_counted():
   assert ATTENTION.flops == 2 * 2 * keys * (40 + 32)
   assert ATTENTION.bytes_moved == 4 * (1024 * 40 + 5 * 40 + 5 * 2 * (40 + 32))
   assert TINY[3].bytes_moved == 2 * 2 * 2 * 2 * 3 * 8
+  assert TINY[4].bytes_moved == 2 * 2 * 4 * 2 * 8 + 4 * 4
+  assert TINY[5].bytes_moved == 2 * 2 * 4 * 2 * (16 + 8) + 4 * 4
+  assert TINY[6].bytes_moved == 2 * (2 * 4 * (16 + 8) + 16) + 4 * 4
 
 
 def test_random_trees_are_deep_trees():
