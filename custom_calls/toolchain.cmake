@@ -86,5 +86,12 @@ if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   set(CMAKE_CUDA_ARCHITECTURES "90a-real;120-real" CACHE STRING "GPU architectures")
 endif()
 enable_language(CUDA)
+# pip has what cuda_bf16.h includes in a package that jax[cuda13] does not ask for.
+include(CheckSourceCompiles)
+check_source_compiles(CUDA "#include <cuda_bf16.h>\nint main() {}" KDT_HAS_BF16)
+if(NOT KDT_HAS_BF16)
+  kdt_not_built("${KDT_NVCC} cannot compile cuda_bf16.h; it needs \
+the header nv/target: pip install nvidia-cuda-cccl, and reinstall kdtree_jax")
+endif()
 message(STATUS "kdtree_jax: CUDA custom calls for ${CMAKE_CUDA_ARCHITECTURES}, \
 nvcc ${KDT_NVCC_VERSION}, headers of jaxlib ${KDT_JAXLIB_VERSION}")
