@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -208,3 +209,9 @@ def test_pages_are_filled_from_files(measured, tmp_path):
   assert markdown.fill(page) == text
   with pytest.raises(ValueError, match="suite = 'speed'"):
     markdown.table({"suite": "speed"})
+
+
+def test_the_documents_have_their_files_figures():
+  docs = Path(__file__).parents[2] / "docs"
+  for page in docs.glob("*.md"):
+    assert markdown.fill(page) == page.read_text(), page
