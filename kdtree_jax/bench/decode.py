@@ -110,7 +110,7 @@ def render(report: dict[str, Any]) -> str:
     "models' passes; besides: round less these.\nloop: round less all parts; negative "
     "where the loop overlaps what was timed apart.\nhost: transfers in the text of the "
     "compiled loop; it ran under a guard that refuses transfers between its arguments\n"
-    "and the host. (Where the loop is not captured, XLA reads its condition each round.)",
+    "and the host. (If the loop is not captured, XLA reads its condition each round.)",
     verdict(report),
   ]
   return "\n\n".join(parts)
