@@ -14,20 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kdtree_jax.decoding.sampling import NO_TOKEN, Sampler
-from kdtree_jax.decoding.state import (
-  DecodeState,
-  Limits,
-  RoundTrace,
-  emit,
-  end_full_or_failed,
-)
+from kdtree_jax.decoding.emit import Accepted, append, keep_logits
+from kdtree_jax.decoding.sampling import Sampler
+from kdtree_jax.decoding.state import DecodeState, Limits, RoundTrace
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.accept_tree import accept_tree
+from kdtree_jax.ops.ancestors import ancestors
 from kdtree_jax.ops.build_tree import build_tree, chain_tree
 from kdtree_jax.ops.compaction import compact
-from kdtree_jax.tree import Tree, ancestors
+from kdtree_jax.ops.token_log_probs import token_log_probs
+from kdtree_jax.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,8 @@ def verify_step(
     (logits f32 [B, N, V], features [B, N, taps * D], keys [layers, B, N, R + P]).
   """
   # As many ancestors as rows, not as the method's depth: one shape for all methods.
-  inputs = (tree.token_ids, ancestors(tree, tree.rows - 1), tree.depths, cache.data)
+  lineage = ancestors(tree, tree.rows - 1, implementation=implementation)
+  inputs = (tree.token_ids, lineage, tree.depths, cache.data)
   tokens, lineage, depths, data = jax.lax.optimization_barrier(inputs)
   hidden, features, keys = target.step(
     tokens,
@@ -103,54 +101,52 @@ def one_round(
     )
   with jax.named_scope("accept"):
     choices = sampler.choose(
-      logits, state.sequence_ids, lengths + 1, tree.depths, program.depth
+      logits,
+      state.sequence_ids,
+      lengths + 1,
+      tree.depths,
+      program.depth,
+      program.implementation,
     )
     path, length, bonus = accept_tree(
       tree, choices, program.depth, implementation=program.implementation
     )
+    log_probs = token_log_probs(
+      logits, choices, path, implementation=program.implementation
+    )
+    accepted = Accepted(tree.token_ids, choices, path, length, bonus, log_probs)
   with jax.named_scope("commit"):
-    running = state.running
-    # Always true, but the compiler does not know: the write to the cache has to wait
-    # for the logits. Else it may come before the last layer's reads (plain decoding
-    # knows its path beforehand), and the compiler copies the whole cache.
-    chosen = bonus >= NO_TOKEN
-    length = jnp.where(running & chosen, length, 0)
-    slots = jnp.maximum(path, 0)
-    path_tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
+    generated = state.generated
+    state, commit = append(state, accepted, limits, program.implementation)
+    state = keep_logits(state, logits, path, commit, generated)
     data = compact(
       state.cache.data,
       keys,
       path,
-      length,
+      commit.length,
       lengths,
       implementation=program.implementation,
     )
     drafter_state = state.drafter
     if drafter is not None:
-      path_features = jnp.take_along_axis(features, slots[:, :, None], axis=1)
+      slots = jnp.maximum(path, 0)[:, :, None]
+      path_features = jnp.take_along_axis(features, slots, axis=1)
       drafter_state = drafter.observe(
-        target, drafter_state, path_tokens, path_features, lengths, length
+        target,
+        drafter_state,
+        commit.path_tokens,
+        path_features,
+        lengths,
+        commit.length,
       )
-    # The slot at index i of the path chose the token at index i of the new text:
-    # the accepted drafts, and behind them the bonus.
-    index = jnp.arange(path.shape[1])
-    new_tokens = jnp.where(
-      index == (length - 1)[:, None], bonus[:, None], jnp.roll(path_tokens, -1, axis=1)
-    )
-    new_logits = jnp.take_along_axis(logits, slots[:, :, None], axis=1)
-    failed = bonus == NO_TOKEN
-    count = length - (failed & running)
     state = dataclasses.replace(
       state,
-      cache=LatentCache(data, lengths + length),
+      cache=LatentCache(data, state.cache.lengths),
       drafter=drafter_state,
     )
-    state, kept = emit(state, new_tokens, new_logits, count, limits)
-    state = _count_round(state, running, kept)
-    state = end_full_or_failed(state, failed, limits)
   if not program.trace_rounds:
     return state, None
-  return state, RoundTrace(tree, draft_logits, path, length, lengths)
+  return state, RoundTrace(tree, draft_logits, path, commit.length, lengths)
 
 
 def _propose(
@@ -172,7 +168,14 @@ def _propose(
   depth_left = limits.capacity - 1 - lengths
   if program.method == "chain":
     limit = jnp.minimum(limits.budget, depth_left)
-    return chain_tree(logits, state.root, rows=program.rows, limit=limit), logits
+    tree = chain_tree(
+      logits,
+      state.root,
+      rows=program.rows,
+      limit=limit,
+      implementation=program.implementation,
+    )
+    return tree, logits
   tree = build_tree(
     logits,
     state.root,
@@ -183,19 +186,6 @@ def _propose(
     implementation=program.implementation,
   )
   return tree, logits
-
-
-def _count_round(
-  state: DecodeState, running: jax.Array, kept: jax.Array
-) -> DecodeState:
-  """Notes how many tokens the round committed, where it committed any."""
-  counted = running & (kept > 0)
-  B, M = state.accepted.shape
-  place = jnp.where(counted, state.rounds, M)
-  accepted = state.accepted.at[jnp.arange(B), place].set(kept, mode="drop")
-  return dataclasses.replace(
-    state, accepted=accepted, rounds=state.rounds + counted.astype(jnp.int32)
-  )
 
 
 def run_rounds(
