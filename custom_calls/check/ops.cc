@@ -10,8 +10,10 @@ struct Op {
 
 constexpr Op kOps[] = {
     {"accept_tree", SetUpAcceptTree},
+    {"build_tree", SetUpBuildTree},
     {"compact", SetUpCompact},
     {"rope", SetUpRope},
+    {"tree_ancestors", SetUpTreeAncestors},
     {"tree_attention", SetUpTreeAttention},
 };
 

@@ -20,8 +20,10 @@ using Launch = std::function<cudaError_t(cudaStream_t)>;
 using SetUp = Launch (*)(CaseSetup& setup);
 
 Launch SetUpAcceptTree(CaseSetup& setup);
+Launch SetUpBuildTree(CaseSetup& setup);
 Launch SetUpCompact(CaseSetup& setup);
 Launch SetUpRope(CaseSetup& setup);
+Launch SetUpTreeAncestors(CaseSetup& setup);
 Launch SetUpTreeAttention(CaseSetup& setup);
 
 // Null for an op that is not in the table.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
@@ -14,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "custom_calls" / "check"
 
 # What needs no CUDA: --list and --help.
-HOST_SOURCES = ("kdtr_check.cc", "list.cc", "kdtr.cc", "json.cc")
+_HOST = ("kdtr_check.cc", "list.cc", "kdtr.cc", "json.cc")
+# What runs cases, without the ops.
+_RUNNER = ("run_cases.cc", "golden_case.cc", "buffers.cc", "compare.cc")
 
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -27,25 +30,52 @@ def _runs(program: Path) -> bool:
   return done.returncode == 0
 
 
-@functools.cache
-def host_checker() -> Path | None:
-  """The checker without CUDA, under address and undefined-behaviour sanitizers.
+def _compile(sources: Sequence[str | Path], *arguments: str) -> Path | None:
+  """A program under address and undefined-behaviour sanitizers, where there are any.
 
-  Without them where the compiler has none; None where there is no compiler.
+  None where there is no compiler.
   """
   compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   if compiler is None:
     return None
-  program = Path(tempfile.mkdtemp(prefix="kdtr_check")) / "kdtr_check"
+  folder = Path(tempfile.mkdtemp(prefix="kdtr_check"))
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  program = folder / "kdtr_check"
   command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
-  command += ["-DKDTR_CHECK_HOST_ONLY", *HOST_SOURCES, "-o", str(program)]
+  command += [*map(str, sources), "-o", str(program), *arguments]
+  done = None
   for extra in (_SANITIZE, ()):
     done = subprocess.run(
       [*command, *extra], cwd=SOURCES, capture_output=True, text=True, check=False
     )
     if done.returncode == 0 and _runs(program):
       return program
-  raise AssertionError(f"the checker does not compile:\n{done.stderr}")
+  raise AssertionError(f"the checker does not compile:\n{done and done.stderr}")
+
+
+@functools.cache
+def host_checker() -> Path | None:
+  """The checker without CUDA; None where there is no compiler."""
+  return _compile(_HOST, "-DKDTR_CHECK_HOST_ONLY")
+
+
+@functools.cache
+def fake_checker() -> Path | None:
+  """The checker over `fake_gpu.cc`; None without a compiler or CUDA's headers."""
+  if (include := _cuda_headers()) is None:
+    return None
+  here = Path(__file__).parent
+  sources = [*_HOST, *_RUNNER, "accept_tree_case.cc", here / "fake_gpu.cc"]
+  return _compile(sources, "-I..", "-I.", "-isystem", str(include))
+
+
+def _cuda_headers() -> Path | None:
+  nvcc = shutil.which("nvcc")
+  homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
+  for home in [*homes, "/usr/local/cuda"]:
+    if home and (Path(home) / "include" / "cuda_runtime_api.h").exists():
+      return Path(home) / "include"
+  return None
 
 
 @functools.cache
@@ -57,11 +87,14 @@ def full_checker() -> Path | None:
   return max(built, key=lambda p: p.stat().st_mtime, default=None)
 
 
-def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(
+  program: Path, *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
   """Runs the checker; a sanitizer's report fails the caller."""
   done = subprocess.run(
     [program, *arguments],
     cwd=cwd,
+    env={**os.environ, **environment},
     capture_output=True,
     check=False,
     encoding="utf-8",
