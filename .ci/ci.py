@@ -3,10 +3,11 @@
 
 Copies the tracked files into a temporary folder and runs there, in order: the demo
 of the README, the installation of the README's test command, formatter, linter, type
-checker, a check of the wheel's content, the CUDA build where there is one, and last
-the README's tests. The README's commands are taken from README.md itself: each is the
-first fenced block after a line `<!-- ci: demo -->` or `<!-- ci: test -->`. Steps of a
-block are separated by ` && ` or by line ends.
+checker, a check of the wheel's content, the checker of the CUDA kernels, and last the
+README's tests. Both installations must have built the CUDA custom calls where there is
+an nvcc. The README's commands are taken from README.md itself: each is the first
+fenced block after a line `<!-- ci: demo -->` or `<!-- ci: test -->`. Steps of a block
+are separated by ` && ` or by line ends.
 
 Exit status: 0 where all steps passed, 1 otherwise.
 """
@@ -16,17 +17,20 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from typing import NoReturn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMIT_S = 15 * 60
+BUILD = pathlib.Path("build", "ci")
 DEADLINE = time.monotonic() + LIMIT_S
 
 
@@ -44,7 +48,8 @@ def run(command: str, folder: pathlib.Path) -> None:
     ["bash", "-c", command],
     cwd=folder,
     stdin=subprocess.DEVNULL,
-    env={**os.environ, "PIP_QUIET": "1"},
+    # The first installation compiles all kernels, later ones what differs.
+    env={**os.environ, "PIP_QUIET": "1", "SKBUILD_BUILD_DIR": str(folder / BUILD)},
     start_new_session=True,
   )
   signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
@@ -90,9 +95,24 @@ def copy_tracked_files(folder: pathlib.Path) -> None:
       shutil.copy2(source, target)
 
 
+def check_library(folder: pathlib.Path) -> None:
+  """The installed package has the CUDA library for both architectures, and takes it."""
+  program = (
+    "from kdtree_jax.ops import _library as library\n"
+    "info = library.build_info()\n"
+    "assert library.why_not() is None, library.why_not()\n"
+    "assert info.architectures == ('sm_90a', 'sm_120') and not info.ptx, info\n"
+    "print('ci:', library.find(), library.find().stat().st_size >> 10, 'KiB', info)"
+  )
+  if shutil.which("nvcc"):
+    run(f'.venv/bin/python -P -c "{program}"', folder)
+  else:
+    print("ci: no nvcc, so no CUDA library to check", flush=True)
+
+
 def check_wheel(folder: pathlib.Path, wheels: pathlib.Path) -> None:
-  """The wheel holds each file of the package, data too, and nothing else."""
-  run(f".venv/bin/pip wheel --no-deps --wheel-dir {wheels} .", folder)
+  """A wheel without CUDA holds each file of the package, data too, and nothing else."""
+  run(f"KDT_CUDA=OFF .venv/bin/pip wheel --no-deps --wheel-dir {wheels} .", folder)
   (wheel,) = wheels.glob("*.whl")
   packed = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
   wanted = {
@@ -102,7 +122,15 @@ def check_wheel(folder: pathlib.Path, wheels: pathlib.Path) -> None:
   }
   if packed != wanted:
     fail(f"wheel lacks {sorted(wanted - packed)}, has too {sorted(packed - wanted)}")
+  if not wheel.name.endswith("-py3-none-any.whl"):
+    fail(f"{wheel.name} is not for every platform")
   print(f"ci: {wheel.name}: {len(packed)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def linters(folder: pathlib.Path) -> str:
+  """The pinned tools of the extra `dev`; that extra itself would build again."""
+  project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+  return shlex.join(project["optional-dependencies"]["dev"])
 
 
 def main() -> None:
@@ -116,23 +144,20 @@ def main() -> None:
       fail("README.md's test block must install first and end with pytest")
 
     # The demo comes first: it has to work without the packages that the tests add.
-    if any(folder.glob("kdtree_jax/demo/*.kdtr")):
-      for step in readme_steps(folder, "demo"):
-        run(step, folder)
-    else:
-      print("ci: no kdtree_jax/demo/*.kdtr, so no demo to run", flush=True)
+    for step in readme_steps(folder, "demo"):
+      run(step, folder)
+    check_library(folder)
 
     for step in install:
       run(step, folder)
-    run(".venv/bin/pip install -e '.[dev]'", folder)
+    check_library(folder)
+    run(f".venv/bin/pip install {linters(folder)}", folder)
     run(".venv/bin/ruff format --check", folder)
     run(".venv/bin/ruff check", folder)
     run(".venv/bin/pyright", folder)
     check_wheel(folder, pathlib.Path(temp, "wheels"))
-    if (folder / "custom_calls").is_dir():
-      build = pathlib.Path(temp, "cuda_build")
-      run(f"cmake -S custom_calls -B {build} -DCMAKE_BUILD_TYPE=Release", folder)
-      run(f"cmake --build {build} --parallel", folder)
+    if shutil.which("nvcc"):
+      run(f"cmake --build {BUILD} --target kdtr_check", folder)
     run(pytest, folder)
 
 

@@ -20,7 +20,9 @@ def jaxlib() -> str:
   spec = importlib.util.find_spec("jaxlib")  # Located only: importing takes a second.
   if spec is None or spec.origin is None:
     return ""
-  return f"{importlib.metadata.version('jaxlib')};{pathlib.Path(spec.origin).parent}/include"
+  return (
+    f"{importlib.metadata.version('jaxlib')};{pathlib.Path(spec.origin).parent}/include"
+  )
 
 
 def toolkit() -> str:

@@ -13,7 +13,7 @@ import ml_dtypes
 import pytest
 
 import kdtree_jax
-from kdtree_jax.ops import _implementation, _library
+from kdtree_jax.ops import _library
 
 SOURCES = pathlib.Path(__file__).parents[2] / "custom_calls"
 FITTING = _library.BuildInfo(
@@ -146,9 +146,3 @@ def test_every_handler_is_registered_and_may_be_captured():
 def test_targets_lie_in_the_project_s_namespace():
   assert all(target.startswith("kdtree_jax.") for target in _library.TARGETS)
   assert len(set(_library.TARGETS.values())) == len(_library.TARGETS)
-
-
-def test_ops_with_a_cuda_form_are_public():
-  from kdtree_jax import ops
-
-  assert set(ops.__all__) >= _implementation.CUDA_OPS
