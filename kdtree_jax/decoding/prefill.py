@@ -77,7 +77,7 @@ def prefill_chunk(
   path = jnp.broadcast_to(slots, (B, C))
   last = jnp.maximum(count - 1, 0)[:, None, None]
   last_logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
-  # Always true: the write waits for the last layer's reads, see `one_round`.
+  # Always true: the write waits for the last layer's reads, see decoding/emit.py.
   chosen = jnp.argmax(last_logits, axis=-1) >= 0
   written = jnp.where(chosen, count, 0)
   data = compact(
@@ -126,7 +126,7 @@ def first_tokens(
     rounds=choose_where(zero, state.rounds),
   )
   choices = sampler.choose(
-    logits[:, None], started.sequence_ids, state.cache.lengths, zero[:, None], 0
+    logits[:, None], started.sequence_ids, state.cache.lengths, zero[:, None], 0, "xla"
   )
   failed = choices[:, 0] == NO_TOKEN
   count = (admitted & ~failed).astype(jnp.int32)

@@ -13,11 +13,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax.ops.best_token import NO_TOKEN, best_token
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
-
-# Stands for a token that could not be chosen: the logits were not finite.
-NO_TOKEN = -1
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +56,7 @@ class Sampler:
     first_position: jax.Array,
     depths: jax.Array,
     max_depth: int,
+    implementation: str = "auto",
   ) -> jax.Array:
     """The target's token after each row.
 
@@ -67,24 +67,25 @@ class Sampler:
       depths: i32 [B, N]; the token chosen at row n has position
         first_position + depths[n].
       max_depth: static bound of `depths`.
+      implementation: of the greedy choice. Samples are drawn by XLA on all devices,
+        with its logarithm.
 
     Returns:
       i32 [B, N]; ties go to the lowest id; `NO_TOKEN` where the logits hold NaN
       or +inf, or nothing but -inf.
     """
+    if not self.sampled:
+      return best_token(logits, implementation=implementation)
     # A maximum is NaN where any logit is, and infinite where one is.
     usable = jnp.isfinite(jnp.max(logits, axis=-1))
-    if self.sampled:
-      scaled = logits / self.temperature
-      if self.nucleus:
-        scaled = _top_p_filter(scaled, self.top_p)
-      # Nodes of one depth share a position, so noise is drawn per depth.
-      positions = first_position[:, None] + jnp.arange(max_depth + 1)
-      noise = gumbel_noise(
-        self.seed, sequence_ids[:, None], positions, logits.shape[-1]
-      )
-      logits = scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1)
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    scaled = logits / self.temperature
+    if self.nucleus:
+      scaled = _top_p_filter(scaled, self.top_p)
+    # Nodes of one depth share a position, so noise is drawn per depth.
+    positions = first_position[:, None] + jnp.arange(max_depth + 1)
+    noise = gumbel_noise(self.seed, sequence_ids[:, None], positions, logits.shape[-1])
+    noisy = scaled + jnp.take_along_axis(noise, depths[:, :, None], axis=1)
+    best = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     return jnp.where(usable, best, NO_TOKEN)
 
 

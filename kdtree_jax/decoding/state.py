@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
 
@@ -131,9 +132,11 @@ class RoundTrace:
 def emit(
   state: DecodeState,
   new_tokens: jax.Array,
-  new_logits: jax.Array,
+  new_logits: jax.Array | None,
   count: jax.Array,
   limits: Limits,
+  *,
+  log_probs: jax.Array | None = None,
 ) -> tuple[DecodeState, jax.Array]:
   """Appends tokens to the running slots and finds out which of them ended.
 
@@ -144,9 +147,11 @@ def emit(
     state: before the append; `cache.lengths` already counts the tokens whose
       keys were committed.
     new_tokens: i32 [B, A] in order.
-    new_logits: f32 [B, A, V] raw logits that each was chosen from.
+    new_logits: f32 [B, A, V] raw logits that each was chosen from. May be None where
+      `log_probs` is given and the state keeps no logits.
     count: i32 [B] how many of them were chosen, 0 .. A.
     limits: what ends a sequence.
+    log_probs: f32 [B, A] of the tokens; from the logits if None.
 
   Returns:
     (state, i32 [B] tokens that were appended after the cut).
@@ -168,9 +173,9 @@ def emit(
   def write(buffer: jax.Array, values: jax.Array) -> jax.Array:
     return buffer.at[row, place].set(values, mode="drop", unique_indices=True)
 
-  log_probs = jax.nn.log_softmax(new_logits, axis=-1)
-  safe = jnp.maximum(new_tokens, 0)
-  chosen = jnp.take_along_axis(log_probs, safe[:, :, None], axis=-1)[:, :, 0]
+  if log_probs is None:
+    path = jnp.broadcast_to(i, (B, A))
+    log_probs = token_log_probs(new_logits, new_tokens, path, implementation="xla")
   logits = state.logits
   if logits.shape[1]:
     logits = write(logits, new_logits)
@@ -189,7 +194,7 @@ def emit(
     finish=finish,
     generated=generated,
     tokens=write(state.tokens, new_tokens),
-    logprobs=write(state.logprobs, chosen),
+    logprobs=write(state.logprobs, log_probs),
     logits=logits,
   )
   return new_state, kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kdtree_jax.ops.accept_tree import accept_tree
 from kdtree_jax.ops.ancestors import ancestors
+from kdtree_jax.ops.best_token import best_token
 from kdtree_jax.ops.build_tree import (
   build_tree,
   chain_tree,
@@ -19,12 +20,14 @@ from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
+from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.ops.tree_attention import tree_attention
 
 __all__ = [
   "RopeFrequencies",
   "accept_tree",
   "ancestors",
+  "best_token",
   "build_tree",
   "chain_tree",
   "compact",
@@ -34,6 +37,7 @@ __all__ = [
   "rope_keys",
   "rope_queries",
   "rope_table",
+  "token_log_probs",
   "tree_attention",
   "tree_from_table",
 ]

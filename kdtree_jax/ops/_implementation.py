@@ -17,13 +17,16 @@ CUDA_OPS = frozenset(
   {
     "accept_tree",
     "ancestors",
+    "best_token",
     "build_tree",
     "chain_tree",
     "compact",
+    "emit",
     "log_softmax_topk",
     "rope",
     "rope_keys",
     "rope_queries",
+    "token_log_probs",
     "tree_attention",
     "tree_from_table",
   }

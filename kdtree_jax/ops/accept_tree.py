@@ -87,6 +87,7 @@ def _accept_cuda(
       jax.ShapeDtypeStruct((B,), jnp.int32),
       jax.ShapeDtypeStruct((B,), jnp.int32),
     ),
+    vmap_method="sequential",
   )
   return tuple(call(tree.token_ids, tree.parents, tree.size, target_tokens))
 

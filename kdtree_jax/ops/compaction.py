@@ -63,6 +63,7 @@ def _cuda(
     "kdtree_jax.compact",
     jax.ShapeDtypeStruct(cache.shape, cache.dtype),
     input_output_aliases={0: 0},
+    vmap_method="sequential",
   )
   return call(cache, tree_keys, path, length, start)
 
