@@ -16,20 +16,25 @@ from kdtree_jax.bench.stages import start_state
 from kdtree_jax.bench.timing import Chain, add_zero, measure
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import modules
+from kdtree_jax.decoding.emit import Accepted, append
 from kdtree_jax.decoding.rounds import Program, run_rounds, verify_step
 from kdtree_jax.decoding.sampling import Sampler
-from kdtree_jax.decoding.state import DecodeState, Limits, emit
+from kdtree_jax.decoding.state import DecodeState, Limits
 from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache, round_up
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.accept_tree import accept_tree
 from kdtree_jax.ops.build_tree import build_tree, chain_tree
 from kdtree_jax.ops.compaction import compact
+from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
 FORWARD = ("draft", "observe", "verify")
 OVERHEAD = ("build", "accept", "compact", "emit", "loop")
 PARTS = FORWARD + OVERHEAD
+
+# Positions of a text that no measurement fills.
+ENDLESS = 1 << 20
 
 # Ways in which a compiled program can talk to the host while it runs.
 HOST = re.compile(r"infeed|outfeed|\bsend\b|\brecv\b|callback|S\(5\)")
@@ -219,7 +224,7 @@ class Rounds:
     times["accept"], accepted = self._time(
       self._accept, sets, _link_last, tree, state, self._sampler
     )
-    path, length, bonus = accepted
+    path, length = accepted.path, accepted.length
     start = state.cache.lengths
     sets = [(keys + i, path, length, start) for i in range(calls)]
     times["compact"], _ = self._time(
@@ -230,20 +235,29 @@ class Rounds:
       times["observe"], _ = self._time(
         self._observe, sets, None, tree, carried=jax.tree.map(jnp.copy, state.drafter)
       )
-    lean = dataclasses.replace(
-      state, cache=LatentCache(jnp.zeros((0,)), start), drafter=()
-    )
+    shift = jnp.arange(calls, dtype=jnp.float32)
+    sets = [
+      dataclasses.replace(accepted, log_probs=accepted.log_probs + x) for x in shift
+    ]
     times["emit"], _ = self._time(
       self._emit,
-      [(x, bonus) for x in logits],
+      sets,
       None,
-      tree,
-      path,
-      length,
-      self._limits,
-      carried=jax.tree.map(jnp.copy, lean),
+      dataclasses.replace(self._limits, capacity=jnp.asarray(ENDLESS)),
+      carried=self._endless_state(),
     )
     return times
+
+  def _endless_state(self) -> DecodeState:
+    """Without caches, and with room for all that the calls of a chain append."""
+    empty = LatentCache(jnp.zeros((0,)), jnp.copy(self._state.cache.lengths))
+    state = DecodeState.empty(empty, (), ENDLESS, 0, False)
+    return dataclasses.replace(
+      state,
+      root=jnp.copy(self._state.root),
+      finish=jnp.zeros_like(state.finish),
+      generated=jnp.ones_like(state.generated),
+    )
 
   def _roots(self) -> list[jax.Array]:
     """A root for each call, all different."""
@@ -289,7 +303,13 @@ class Rounds:
     rows = self.program.rows
     limit = jnp.full(root.shape, self.budget, jnp.int32)
     if self.program.method == "chain":
-      return chain_tree(logits, root, rows=rows, limit=limit)
+      return chain_tree(
+        logits,
+        root,
+        rows=rows,
+        limit=limit,
+        implementation=self.program.implementation,
+      )
     return build_tree(
       logits,
       root,
@@ -304,14 +324,21 @@ class Rounds:
     target, _ = self._models(arrays)
     return verify_step(target, cache, tree, self._taps, self.program.implementation)
 
-  def _accept(self, arrays, tree, state, sampler: Sampler, inputs):
+  def _accept(self, arrays, tree, state, sampler: Sampler, inputs) -> Accepted:
     del arrays
     logits, size = inputs
     tree = dataclasses.replace(tree, size=size)
     depth = self.program.depth
     positions = state.cache.lengths + 1
-    choices = sampler.choose(logits, state.sequence_ids, positions, tree.depths, depth)
-    return accept_tree(tree, choices, depth, implementation=self.program.implementation)
+    implementation = self.program.implementation
+    choices = sampler.choose(
+      logits, state.sequence_ids, positions, tree.depths, depth, implementation
+    )
+    path, length, bonus = accept_tree(
+      tree, choices, depth, implementation=implementation
+    )
+    log_probs = token_log_probs(logits, choices, path, implementation=implementation)
+    return Accepted(tree.token_ids, choices, path, length, bonus, log_probs)
 
   def _compact(self, arrays, data: jax.Array, inputs) -> jax.Array:
     del arrays
@@ -325,21 +352,9 @@ class Rounds:
     features = jnp.take_along_axis(features, slots[:, :, None], axis=1)
     return drafter.observe(target, drafter_state, tokens, features, start, length)
 
-  def _emit(
-    self, arrays, tree: Tree, path, length, limits: Limits, state: DecodeState, inputs
-  ) -> DecodeState:
-    """Appends the new tokens, and goes back to where it was."""
+  def _emit(self, arrays, limits: Limits, state: DecodeState, accepted: Accepted):
     del arrays
-    logits, bonus = inputs
-    slots = jnp.maximum(path, 0)
-    tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
-    last = jnp.arange(path.shape[1]) == (length - 1)[:, None]
-    tokens = jnp.where(last, bonus[:, None], jnp.roll(tokens, -1, axis=1))
-    chosen_from = jnp.take_along_axis(logits, slots[:, :, None], axis=1)
-    new, _ = emit(state, tokens, chosen_from, length, limits)
-    return dataclasses.replace(
-      new, root=state.root, finish=state.finish, generated=state.generated
-    )
+    return append(state, accepted, limits, self.program.implementation)[0]
 
 
 def _link_last(inputs: tuple[Any, ...], zero: jax.Array) -> tuple[Any, ...]:

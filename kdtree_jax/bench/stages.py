@@ -21,14 +21,16 @@ import numpy as np
 from kdtree_jax import functional
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import modules
+from kdtree_jax.decoding.emit import Accepted, append
 from kdtree_jax.decoding.rounds import verify_step
 from kdtree_jax.decoding.sampling import Sampler
-from kdtree_jax.decoding.state import DecodeState, Limits, emit
+from kdtree_jax.decoding.state import DecodeState, Limits
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.accept_tree import accept_tree
 from kdtree_jax.ops.build_tree import build_tree, chain_tree
 from kdtree_jax.ops.compaction import compact
+from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
 RUNS = 3
@@ -82,7 +84,13 @@ class StageTimer:
     def build(_, __, draft_logits, root, limit):
       draft_logits = draft_logits[:, :depth]
       if method == "chain":
-        return chain_tree(draft_logits, root, rows=rows, limit=limit)
+        return chain_tree(
+          draft_logits,
+          root,
+          rows=rows,
+          limit=limit,
+          implementation=config.implementation,
+        )
       return build_tree(
         draft_logits,
         root,
@@ -99,11 +107,16 @@ class StageTimer:
       return verify_step(target, cache, tree, taps, config.implementation)
 
     def accept(_, __, logits, tree, state):
+      implementation = config.implementation
       positions = state.cache.lengths + 1
       choices = self._sampler.choose(
-        logits, state.sequence_ids, positions, tree.depths, depth
+        logits, state.sequence_ids, positions, tree.depths, depth, implementation
       )
-      return accept_tree(tree, choices, depth, implementation=config.implementation)
+      path, length, bonus = accept_tree(
+        tree, choices, depth, implementation=implementation
+      )
+      log_probs = token_log_probs(logits, choices, path, implementation=implementation)
+      return Accepted(tree.token_ids, choices, path, length, bonus, log_probs)
 
     def commit(target, drafter, state, *args):
       return self._commit(target, None if plain else drafter, state, *args)
@@ -118,7 +131,7 @@ class StageTimer:
       times["build"], tree = self._time(build, args)
     times["verify"], verified = self._time(verify, (state.cache, tree))
     times["accept"], accepted = self._time(accept, (verified[0], tree, state))
-    args = (state, *verified, tree, accepted)
+    args = (state, *verified[1:], accepted)
     times["commit"], _ = self._time(commit, args, carried=True)
     return times
 
@@ -167,31 +180,22 @@ class StageTimer:
     )
 
   def _commit(
-    self, target, drafter, state: DecodeState, logits, features, keys, tree, accepted
+    self, target, drafter, state: DecodeState, features, keys, accepted: Accepted
   ) -> DecodeState:
     """Writes what the round accepted, and goes back to the same position."""
-    path, length, bonus = accepted
+    implementation, path = self._config.implementation, accepted.path
     lengths = state.cache.lengths
-    slots = jnp.maximum(path, 0)
-    tokens = jnp.take_along_axis(tree.token_ids, slots, axis=1)
+    new_state, new = append(state, accepted, self._limits, implementation)
     data = compact(
-      state.cache.data,
-      keys,
-      path,
-      length,
-      lengths,
-      implementation=self._config.implementation,
+      state.cache.data, keys, path, new.length, lengths, implementation=implementation
     )
     drafter_state = state.drafter
     if drafter is not None:
-      path_features = jnp.take_along_axis(features, slots[:, :, None], axis=1)
+      slots = jnp.maximum(path, 0)[:, :, None]
+      path_features = jnp.take_along_axis(features, slots, axis=1)
       drafter_state = drafter.observe(
-        target, drafter_state, tokens, path_features, lengths, length
+        target, drafter_state, new.path_tokens, path_features, lengths, new.length
       )
-    last = jnp.arange(path.shape[1]) == (length - 1)[:, None]
-    new_tokens = jnp.where(last, bonus[:, None], jnp.roll(tokens, -1, axis=1))
-    new_logits = jnp.take_along_axis(logits, slots[:, :, None], axis=1)
-    new_state, _ = emit(state, new_tokens, new_logits, length, self._limits)
     return dataclasses.replace(
       new_state,
       cache=LatentCache(data, lengths),
@@ -199,6 +203,7 @@ class StageTimer:
       root=state.root,
       finish=state.finish,
       generated=state.generated,
+      rounds=state.rounds,
     )
 
 

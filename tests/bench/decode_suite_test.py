@@ -116,16 +116,15 @@ def test_the_parts_make_the_round_that_decoding_makes(method):
 
   tree = suite_tree(timed, state)
   logits, features, keys = jax.jit(timed._verify)(arrays, state.cache, tree)
-  path, length, bonus = jax.jit(timed._accept)(
+  accepted = jax.jit(timed._accept)(
     arrays, tree, state, timed._sampler, (logits, tree.size)
   )
+  path, length = accepted.path, accepted.length
   lengths = state.cache.lengths
   data = jax.jit(timed._compact)(
     arrays, state.cache.data, (keys, path, length, lengths)
   )
-  emitted = jax.jit(timed._emit)(
-    arrays, tree, path, length, timed._limits, state, (logits, bonus)
-  )
+  emitted = jax.jit(timed._emit)(arrays, timed._limits, state, accepted)
   # Programs of other extent fuse otherwise: fp32 sums of up to 64 products.
   np.testing.assert_allclose(data, wanted.cache.data, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(lengths + length, wanted.cache.lengths)
