@@ -80,11 +80,20 @@ def _cuda_headers() -> Path | None:
 
 @functools.cache
 def full_checker() -> Path | None:
-  """The checker with kernels: $KDTR_CHECK, or the newest one under build/."""
+  """The checker with kernels: $KDTR_CHECK, or the newest one under build/.
+
+  One that is older than its sources does not count.
+  """
   if named := os.environ.get("KDTR_CHECK"):
     return Path(named).absolute()
-  built = (ROOT / "build").glob("*/check/kdtr_check")
-  return max(built, key=lambda p: p.stat().st_mtime, default=None)
+
+  def age(path: Path) -> float:
+    return path.stat().st_mtime
+
+  built = max((ROOT / "build").glob("*/check/kdtr_check"), key=age, default=None)
+  if built is None or age(built) < max(map(age, SOURCES.glob("*.[ch]*"))):
+    return None
+  return built
 
 
 def run(

@@ -34,7 +34,7 @@ def full() -> Path:
   found = checker.full_checker()
   if found is None:
     pytest.skip(
-      "needs kdtr_check: cmake --build build/cuda --target kdtr_check, or $KDTR_CHECK"
+      "needs an up-to-date kdtr_check: cmake --build build/cuda --target kdtr_check"
     )
   return found
 
