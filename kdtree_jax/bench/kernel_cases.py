@@ -178,6 +178,88 @@ def accept_tree(nodes: int = 64, depth: int = MAX_DEPTH, **fields: Any) -> Case:
   )
 
 
+def best_token(rows: int = 64, vocab: int = 163840, **fields: Any) -> Case:
+  """The greedy choice at each slot of a tree, from fp32 logits."""
+
+  def inputs(key):
+    return jax.random.normal(key, (1, rows, vocab), jnp.float32)
+
+  def call(logits, implementation):
+    return ops.best_token(logits, implementation=implementation)
+
+  return Case(
+    op="best_token",
+    shape=f"[1, {rows}, {vocab}] fp32",
+    inputs=inputs,
+    call=call,
+    bytes_moved=4 * rows * (vocab + 1),
+    flops=0,
+    **fields,
+  )
+
+
+def token_log_probs(
+  rows: int = 64,
+  accepted: int = MAX_DEPTH + 1,
+  vocab: int = 163840,
+  **fields: Any,
+) -> Case:
+  """Log-probabilities of the tokens on a path, from the fp32 logits of all slots."""
+
+  def inputs(key):
+    keys = jax.random.split(key, 3)
+    logits = 4.0 * jax.random.normal(keys[0], (1, rows, vocab), jnp.float32)
+    tokens = jax.random.randint(keys[1], (1, rows), 0, vocab)
+    path = jnp.sort(jax.random.permutation(keys[2], rows)[:accepted])
+    return logits, tokens, path[None].astype(jnp.int32)
+
+  def call(inputs, implementation):
+    logits, tokens, path = inputs
+    return ops.token_log_probs(logits, tokens, path, implementation=implementation)
+
+  return Case(
+    op="token_log_probs",
+    shape=f"{accepted} of [1, {rows}, {vocab}] fp32",
+    inputs=inputs,
+    call=call,
+    link=_link_last,
+    bytes_moved=4 * accepted * (vocab + 3),
+    flops=0,
+    **fields,
+  )
+
+
+def ancestors_table(nodes: int = 64, **fields: Any) -> Case:
+  """The index by position that attention finds a node's own keys with."""
+  parents, depths = random_tree(nodes, seed=nodes)
+
+  def inputs(key):
+    log_probs = jax.random.uniform(key, (1, nodes))
+    return log_probs, jnp.asarray(depths)[None], jnp.asarray(parents)[None]
+
+  def call(inputs, implementation):
+    log_probs, depths, parents = inputs
+    tree = Tree(
+      token_ids=jnp.zeros((1, nodes), jnp.int32),
+      parents=parents,
+      depths=depths,
+      log_probs=log_probs,
+      size=jnp.full((1,), nodes, jnp.int32),
+    )
+    return ops.ancestors(tree, nodes - 1, implementation=implementation)
+
+  return Case(
+    op="ancestors",
+    shape=f"{nodes} nodes",
+    inputs=inputs,
+    call=call,
+    link=_link_last,
+    bytes_moved=4 * nodes * (nodes + 2),
+    flops=0,
+    **fields,
+  )
+
+
 def compact(
   batch: int,
   *,
@@ -377,6 +459,9 @@ def standard() -> list[Case]:
     tree_attention(64, 128 * k, bar_us=4000, hopper_bar_us=1830, calls=5, xla_calls=2),
     build_tree(bar_us=60, calls=16, sets=16, xla_calls=8),
     accept_tree(bar_us=10, **small),
+    best_token(),
+    token_log_probs(),
+    ancestors_table(**small),
     compact(1),
     compact(8, calls=8),
     rope(**small),

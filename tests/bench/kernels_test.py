@@ -14,6 +14,7 @@ import pytest
 
 from kdtree_jax.bench import kernel_cases, kernels, markdown, plots, report
 from kdtree_jax.bench.timing import Ceilings, Timing
+from kdtree_jax.ops import _library
 from tests.bench.suites_test import command
 
 SMALL = {"sets": 2, "calls": 2, "xla_calls": 2}
@@ -29,6 +30,9 @@ TINY = [
   kernel_cases.rope(4, 2, 8, context=10, **SMALL),
   kernel_cases.rope_queries(4, 2, latent=16, plain=4, width=8, context=10, **SMALL),
   kernel_cases.rope_keys(4, latent=16, width=8, context=10, **SMALL),
+  kernel_cases.best_token(3, 50, **SMALL),
+  kernel_cases.token_log_probs(5, 3, 50, **SMALL),
+  kernel_cases.ancestors_table(5, **SMALL),
 ]
 
 
@@ -64,6 +68,17 @@ def test_bytes_and_operations_are_counted():
   assert TINY[4].bytes_moved == 2 * 2 * 4 * 2 * 8 + 4 * 4
   assert TINY[5].bytes_moved == 2 * 2 * 4 * 2 * (16 + 8) + 4 * 4
   assert TINY[6].bytes_moved == 2 * (2 * 4 * (16 + 8) + 16) + 4 * 4
+
+
+@pytest.mark.skipif(_library.why_not() is not None, reason="needs the CUDA library")
+def test_every_row_of_the_table_can_be_lowered_for_cuda():
+  for case in kernel_cases.standard():
+    arguments = [jax.eval_shape(case.inputs, jax.random.key(0))]
+    if case.carried is not None:
+      arguments.insert(0, jax.eval_shape(case.carried))
+    traced = jax.jit(lambda *x, case=case: case.call(*x, "cuda")).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"@kdtree_jax.{case.op}(" in text, case.shape
 
 
 def test_random_trees_are_deep_trees():
