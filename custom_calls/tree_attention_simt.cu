@@ -10,6 +10,7 @@
 // bits.
 
 #include <cuda_bf16.h>
+#include <cuda_pipeline.h>
 
 #include <climits>
 #include <cmath>
@@ -32,7 +33,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Params {
   TreeAttentionArgs a;
   int stride;        // of a row of queries or keys in shared memory, in float4
-  int key_buffers;   // nodes whose keys are gathered at once
+  int key_buffers;   // for a step's keys, of the nodes that gather at once
   bool vectors;      // rows are whole 16-byte vectors
   float log2_scale;  // scale * log2(e)
 };
@@ -46,70 +47,95 @@ __device__ __forceinline__ float ToFloat(__nv_bfloat16 x) {
   return __bfloat162float(x);
 }
 
-__device__ __forceinline__ void StoreVector(float4* to, uint4 x, float) {
-  *to = make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
-                    __uint_as_float(x.w));
-}
-
 __device__ __forceinline__ float4 Widen(unsigned low, unsigned high) {
   return make_float4(__uint_as_float(low << 16), __uint_as_float(low & 0xffff0000u),
                      __uint_as_float(high << 16), __uint_as_float(high & 0xffff0000u));
 }
 
-__device__ __forceinline__ void StoreVector(float4* to, uint4 x, __nv_bfloat16) {
-  to[0] = Widen(x.x, x.y);
-  to[1] = Widen(x.z, x.w);
+// Walks over the 16-byte vectors of rows, kThreads at a time.
+struct VectorWalk {
+  int per_row, row, column, step_row, step_column;
+
+  __device__ explicit VectorWalk(int per_row)
+      : per_row(per_row),
+        row(threadIdx.x / per_row),
+        column(threadIdx.x % per_row),
+        step_row(kThreads / per_row),
+        step_column(kThreads % per_row) {}
+
+  __device__ __forceinline__ void Next() {
+    row += step_row;
+    column += step_column;
+    if (column >= per_row) {
+      column -= per_row;
+      ++row;
+    }
+  }
+};
+
+// Copies rows of whole vectors. The copies of fp32 are in flight when it returns.
+template <typename Source>
+__device__ __forceinline__ void CopyVectors(float4* to, int rows, const Params& p,
+                                            Source source, float) {
+  VectorWalk at(p.a.width / 4);
+  for (int i = threadIdx.x; i < rows * at.per_row; i += kThreads, at.Next()) {
+    const float* from = source(at.row);
+    float4* place = to + at.row * p.stride + at.column;
+    if (from != nullptr) {
+      __pipeline_memcpy_async(place, from + 4 * at.column, sizeof(float4));
+    } else {
+      *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
 }
 
-// Copies `rows` rows into shared memory as fp32, all threads together. `source` gives
-// the address of a row, or null for a row of zeros. Columns up to a multiple of 4 are
-// filled with zeros.
+template <typename Source>
+__device__ __forceinline__ void CopyVectors(float4* to, int rows, const Params& p,
+                                            Source source, __nv_bfloat16) {
+  constexpr int kBatch = 5;  // loads in flight
+  VectorWalk at(p.a.width / 8);
+  const int total = rows * at.per_row;
+  for (int i = threadIdx.x; i < total; i += kThreads * kBatch) {
+    uint4 loaded[kBatch];
+    int places[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u, at.Next()) {
+      if (i + u * kThreads >= total) continue;
+      const __nv_bfloat16* from = source(at.row);
+      loaded[u] = make_uint4(0, 0, 0, 0);
+      if (from != nullptr) {
+        loaded[u] = __ldg(reinterpret_cast<const uint4*>(from) + at.column);
+      }
+      places[u] = at.row * p.stride + 2 * at.column;
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      if (i + u * kThreads >= total) continue;
+      to[places[u]] = Widen(loaded[u].x, loaded[u].y);
+      to[places[u] + 1] = Widen(loaded[u].z, loaded[u].w);
+    }
+  }
+}
+
+// Begins to copy `rows` rows into shared memory as fp32, all threads together, as one
+// batch of the pipeline. `source` gives the address of a row, or null for a row of
+// zeros. Columns up to a multiple of 4 are filled with zeros.
 template <typename T, typename Source>
 __device__ __forceinline__ void LoadRows(float4* to, int rows, const Params& p,
                                          Source source) {
-  constexpr int kBatch = 5;  // loads in flight
-  constexpr int kPerVector = 16 / sizeof(T);
-  const int width = p.a.width;
   if (p.vectors) {
-    const int per_row = width / kPerVector;
-    const int total = rows * per_row;
-    const int step_row = kThreads / per_row, step_column = kThreads % per_row;
-    int row = threadIdx.x / per_row, column = threadIdx.x % per_row;
-    for (int i = threadIdx.x; i < total; i += kThreads * kBatch) {
-      uint4 loaded[kBatch];
-      int place[kBatch];
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        if (i + u * kThreads < total) {
-          const T* from = source(row);
-          loaded[u] = make_uint4(0, 0, 0, 0);
-          if (from != nullptr) {
-            loaded[u] = __ldg(reinterpret_cast<const uint4*>(from) + column);
-          }
-          place[u] = row * p.stride + column * (kPerVector / 4);
-        }
-        row += step_row;
-        column += step_column;
-        if (column >= per_row) {
-          column -= per_row;
-          ++row;
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        if (i + u * kThreads < total) StoreVector(to + place[u], loaded[u], T());
-      }
+    CopyVectors(to, rows, p, source, T());
+  } else {
+    const int width = p.a.width, padded = (width + 3) / 4 * 4;
+    for (int i = threadIdx.x; i < rows * padded; i += kThreads) {
+      const int row = i / padded, column = i % padded;
+      const T* from = source(row);
+      float x = 0.0f;
+      if (from != nullptr && column < width) x = ToFloat(from[column]);
+      reinterpret_cast<float*>(to + row * p.stride)[column] = x;
     }
-    return;
   }
-  const int padded = (width + 3) / 4 * 4;
-  for (int i = threadIdx.x; i < rows * padded; i += kThreads) {
-    const int row = i / padded, column = i % padded;
-    const T* from = source(row);
-    float x = 0.0f;
-    if (from != nullptr && column < width) x = ToFloat(from[column]);
-    reinterpret_cast<float*>(to + row * p.stride)[column] = x;
-  }
+  __pipeline_commit();
 }
 
 __device__ __forceinline__ float Dot(float4 x, float4 y, float sum) {
@@ -263,17 +289,27 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
   float* own_weights = shared.weights + lane * kWeightStride + warp * kRowsPerWarp;
   float* own_decays = shared.decays + warp * kRowsPerWarp;
 
-  int position = begin;
-  for (; position + kStep <= min(length, end); position += kStep) {
-    __syncthreads();  // the keys of the step before have been used
-    LoadRows<T>(shared.keys, kStep, p, [&](int row) {
-      return cache + static_cast<int64_t>(position + row) * a.width;
-    });
+  // Steps whose keys are all in the cache; with two buffers, loaded one step ahead.
+  const int common = max(0, min(length, begin + a.chunk) - begin) / kStep;
+  const int ahead = p.key_buffers > 1 ? 1 : 0;
+  for (int load = 0; load < common + ahead; ++load) {
+    if (load < common) {
+      const T* from = cache + static_cast<int64_t>(begin + load * kStep) * a.width;
+      LoadRows<T>(shared.keys + (load & ahead) * kStep * p.stride, kStep, p,
+                  [&](int row) { return from + row * a.width; });
+    }
+    if (load < ahead) continue;
+    if (load < common && ahead > 0) {
+      __pipeline_wait_prior(1);
+    } else {
+      __pipeline_wait_prior(0);
+    }
     __syncthreads();
+    const float4* keys = shared.keys + ((load - ahead) & ahead) * kStep * p.stride;
     float dots[kRowsPerWarp];
 #pragma unroll
     for (int i = 0; i < kRowsPerWarp; ++i) dots[i] = 0.0f;
-    const float4* key = shared.keys + lane * p.stride;
+    const float4* key = keys + lane * p.stride;
 #pragma unroll 2
     for (int c = 0; c < vectors; ++c) {
       const float4 k = key[c];
@@ -294,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
       const int item = tid + k * kThreads;
       if (item >= items) break;
       const int group = item / value_vectors, column = item % value_vectors;
-      const float4* values = shared.keys + column;
+      const float4* values = keys + column;
       const float* weights = shared.weights + group * 4;
 #pragma unroll
       for (int r = 0; r < 4; ++r) Scale(sums[k][r], shared.decays[group * 4 + r]);
@@ -308,9 +344,10 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
         AddScaled(sums[k][3], w.w, value);
       }
     }
+    __syncthreads();  // the buffer is free
   }
 
-  for (; position < end; position += kStep) {
+  for (int position = begin + common * kStep; position < end; position += kStep) {
     const unsigned seeing = __ballot_sync(kAllLanes, own_last >= position);
     for (int group = 0; group < nodes; group += p.key_buffers) {
       // The same in every warp: each holds all nodes of the tile.
@@ -339,6 +376,7 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
         if (source >= 0) return cache + static_cast<int64_t>(source) * a.width;
         return tree_keys + static_cast<int64_t>(~source) * a.width;
       });
+      __pipeline_wait_prior(0);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kRowsPerWarp; ++i) {
@@ -430,7 +468,8 @@ int NodesOfTile(int rows, int heads) {
 template <typename T, int kRows, int kItems>
 cudaError_t LaunchTile(cudaStream_t stream, Params p) {
   const TreeAttentionArgs& a = p.a;
-  p.key_buffers = min(min(kMaxKeyBuffers, a.nodes), NodesOfTile(kRows, a.heads));
+  const int nodes = min(a.nodes, NodesOfTile(kRows, a.heads));
+  p.key_buffers = max(2, min(kMaxKeyBuffers, nodes));  // 2, to load ahead
   while (p.key_buffers > 1 &&
          Shared<kRows>::Bytes(p.stride, p.key_buffers) > kSharedBytes) {
     --p.key_buffers;
