@@ -5,6 +5,7 @@
 set(KDT_CUDA ON CACHE STRING
   "ON: build the CUDA custom calls or fail; AUTO: build them if possible; OFF: do not")
 set_property(CACHE KDT_CUDA PROPERTY STRINGS ON AUTO OFF)
+set(KDT_REINSTALL "reinstall: pip install --force-reinstall --no-deps .")
 set(KDT_OLDEST_NVCC 12.8)  # The first that knows sm_120.
 
 macro(kdt_not_built reason)
@@ -45,8 +46,8 @@ else()
   endif()
 endif()
 if(NOT KDT_NVCC)
-  kdt_not_built("no nvcc was found; install the CUDA toolkit (or jax[cuda13] and \
-nvidia-cuda-cccl) and reinstall kdtree_jax")
+  kdt_not_built("no nvcc was found; install the CUDA toolkit or run pip install \
+'jax[cuda13]' nvidia-cuda-cccl, then ${KDT_REINSTALL}")
 endif()
 execute_process(COMMAND ${KDT_NVCC} --version
   OUTPUT_VARIABLE KDT_NVCC_VERSION ERROR_QUIET RESULT_VARIABLE KDT_NVCC_STATUS)
@@ -91,7 +92,7 @@ include(CheckSourceCompiles)
 check_source_compiles(CUDA "#include <cuda_bf16.h>\nint main() {}" KDT_HAS_BF16)
 if(NOT KDT_HAS_BF16)
   kdt_not_built("${KDT_NVCC} cannot compile cuda_bf16.h; it needs \
-the header nv/target: pip install nvidia-cuda-cccl, and reinstall kdtree_jax")
+the header nv/target: pip install nvidia-cuda-cccl, then ${KDT_REINSTALL}")
 endif()
 message(STATUS "kdtree_jax: CUDA custom calls for ${CMAKE_CUDA_ARCHITECTURES}, \
 nvcc ${KDT_NVCC_VERSION}, headers of jaxlib ${KDT_JAXLIB_VERSION}")
