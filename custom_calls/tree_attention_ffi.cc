@@ -14,7 +14,7 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
                          ffi::ResultBufferR4<ffi::F32> accumulators,
                          ffi::ResultBufferR3<ffi::F32> maxima,
                          ffi::ResultBufferR3<ffi::F32> sums, int64_t layer,
-                         int64_t chunk, double scale) {
+                         int64_t chunk, int64_t rows_per_block, double scale) {
   const auto refuse = [](const char* what) {
     return BadArgument("tree_attention", what);
   };
@@ -32,6 +32,10 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
     return refuse("cache, tree_keys and out must have the dtype of q");
   }
   if (layer < 0 || layer >= cache_dims[0]) return refuse("the cache lacks this layer");
+  if (rows_per_block != 0 && rows_per_block != 16 && rows_per_block != 32 &&
+      rows_per_block != 64) {
+    return refuse("rows_per_block must be 0, 16, 32 or 64");
+  }
   if (chunk <= 0 || chunk % 16 != 0) return refuse("chunk must be a multiple of 16");
 
   TreeAttentionArgs args;
@@ -45,6 +49,7 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   args.max_ancestors = static_cast<int>(ancestors.dimensions()[2]);
   args.chunk = static_cast<int>(chunk);
   args.chunks = static_cast<int>(maxima->dimensions()[2]);
+  args.rows_per_block = static_cast<int>(rows_per_block);
   args.scale = static_cast<float>(scale);
   if (args.chunks * chunk < args.capacity + args.max_ancestors) {
     return refuse("the workspace has too few chunks");
@@ -82,6 +87,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KdtreeTreeAttention, TreeAttention,
                                   .Ret<ffi::BufferR3<ffi::F32>>()    // sums
                                   .Attr<int64_t>("layer")
                                   .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("rows_per_block")
                                   .Attr<double>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -69,8 +69,13 @@ def attend(
   value_dim: int,
   layer: int,
   chunk: int,
+  rows_per_block: int = 0,
 ) -> jax.Array:
-  """As `tree_attention`, with the cache [layers, B, S, W] and all arguments checked."""
+  """As `tree_attention`, with the cache [layers, B, S, W] and all arguments checked.
+
+  `rows_per_block`, 16, 32, 64 or 0 for the launcher's choice, is for tests: no bit
+  of the result depends on it.
+  """
   B, N, H, _ = q.shape
   chunks = -(-(cache.shape[2] + ancestors.shape[2]) // chunk)
   rows = N * H
@@ -96,6 +101,7 @@ def attend(
     lengths,
     layer=int(layer),
     chunk=int(chunk),
+    rows_per_block=int(rows_per_block),
     scale=float(scale),
   )
   return out
