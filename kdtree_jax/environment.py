@@ -23,12 +23,12 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 # graph. The first replaces XLA's list of what may be recorded (+NAME is understood in
 # XLA_FLAGS only). WHILE without the second is slower than nothing: loops with a body
 # below XLA's minimum of 5 commands are then recorded neither whole nor in part.
-CAPTURED_LOOP_OPTIONS: Mapping[str, str | int] = types.MappingProxyType(
+CAPTURED_LOOP_OPTIONS: Mapping[str, str | bool] = types.MappingProxyType(
   {
     "xla_gpu_enable_command_buffer": (
       "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
-    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_graph_min_graph_size": "1",
   }
 )
 

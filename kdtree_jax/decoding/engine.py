@@ -146,7 +146,7 @@ class Engine:
     self._compile_seconds += time.perf_counter() - spent
     return run(*args)
 
-  def _loop_options(self) -> Mapping[str, str | int] | None:
+  def _loop_options(self) -> Mapping[str, str | bool] | None:
     """Of the compiler, for the loop of rounds."""
     on_gpu = all(d.platform == "gpu" for d in self._state.root.devices())
     wanted = self._settings.config.capture_loop and on_gpu

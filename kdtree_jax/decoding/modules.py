@@ -65,7 +65,7 @@ def compiled(
   args: tuple[Any, ...],
   donate: int,
   on_compile: OnCompile | None,
-  options: Mapping[str, str | int] | None = None,
+  options: Mapping[str, str | bool] | None = None,
 ) -> Callable[..., Any]:
   """The executable of `function(*static, *args)`, compiled at most once.
 
@@ -87,8 +87,8 @@ def compiled(
   devices = frozenset(
     device for x in leaves if getattr(x, "committed", False) for device in x.devices()
   )
-  options = dict(options or {})
-  key = (function, static, structure, shapes, devices, tuple(options.items()))
+  chosen: dict[str, str | bool] = dict(options or {})
+  key = (function, static, structure, shapes, devices, tuple(chosen.items()))
   if key not in _EXECUTABLES:
     start = time.perf_counter()
     jitted = jax.jit(
@@ -97,7 +97,7 @@ def compiled(
       donate_argnums=len(static) + donate,
     )
     lowered = jitted.lower(*static, *args)
-    _EXECUTABLES[key] = lowered.compile(compiler_options=options or None)
+    _EXECUTABLES[key] = lowered.compile(compiler_options=chosen or None)
     if on_compile is not None:
       on_compile(name, time.perf_counter() - start)
   return _EXECUTABLES[key]

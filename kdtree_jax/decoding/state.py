@@ -173,12 +173,18 @@ def emit(
   def write(buffer: jax.Array, values: jax.Array) -> jax.Array:
     return buffer.at[row, place].set(values, mode="drop", unique_indices=True)
 
-  if log_probs is None:
-    path = jnp.broadcast_to(i, (B, A))
-    log_probs = token_log_probs(new_logits, new_tokens, path, implementation="xla")
   logits = state.logits
-  if logits.shape[1]:
-    logits = write(logits, new_logits)
+  if new_logits is None:
+    if log_probs is None or logits.shape[1]:
+      raise ValueError(
+        "new_logits is None, which needs log_probs and a state without logits"
+      )
+  else:
+    if logits.shape[1]:
+      logits = write(logits, new_logits)
+    if log_probs is None:
+      path = jnp.broadcast_to(i, (B, A))
+      log_probs = token_log_probs(new_logits, new_tokens, path, implementation="xla")
   generated = state.generated + kept
   finish = jnp.select(
     [~state.running, first_stop < kept, generated >= M],

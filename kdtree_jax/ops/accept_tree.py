@@ -89,7 +89,8 @@ def _accept_cuda(
     ),
     vmap_method="sequential",
   )
-  return tuple(call(tree.token_ids, tree.parents, tree.size, target_tokens))
+  path, length, bonus = call(tree.token_ids, tree.parents, tree.size, target_tokens)
+  return path, length, bonus
 
 
 def _accept_xla(

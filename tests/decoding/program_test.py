@@ -234,7 +234,7 @@ def test_options_reach_the_compiler():
   assert run(*args).tolist() == [2, 2, 2]
   args = (jnp.ones(4), jnp.ones(4))
   with pytest.raises(Exception, match="xla_no_such_option"):
-    modules.compiled("", jnp.add, (), args, 0, None, {"xla_no_such_option": 1})
+    modules.compiled("", jnp.add, (), args, 0, None, {"xla_no_such_option": "1"})
   wrong = {"xla_gpu_enable_command_buffer": "WHILE,NONSENSE"}
   with pytest.raises(Exception, match="xla_gpu_enable_command_buffer"):
     modules.compiled("", jnp.add, (), args, 0, None, wrong)
