@@ -151,7 +151,11 @@ def _open() -> ctypes.CDLL:
   path = find()
   if path is None:
     notes = [note for note in _candidates("not_built.txt") if note.is_file()]
-    why = notes[0].read_text().strip() if notes else f"no nvcc was found; {REINSTALL}"
+    why = (
+      notes[0].read_text().strip()
+      if notes
+      else f"this installation left it out; {REINSTALL}"
+    )
     raise UnusableError(f"the library of CUDA custom calls was not built: {why}")
   try:
     return ctypes.CDLL(str(path))

@@ -54,7 +54,7 @@ def test_of_two_libraries_the_one_built_last_is_taken(folders):
 
 
 def test_what_kept_the_library_from_being_built_is_told(folders):
-  assert "not built: no nvcc was found; reinstall" in _library.why_not()
+  assert "not built: this installation left it out; reinstall" in _library.why_not()
   (folders[0] / "not_built.txt").write_text("nvcc is too old\n")
   assert _library.why_not().endswith("not built: nvcc is too old")
 
