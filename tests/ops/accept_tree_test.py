@@ -146,6 +146,20 @@ def test_garbage_is_safe():
   assert 21 in length  # a path through a cycle
 
 
+def test_vmap():
+  trees = [random_tree(np.random.default_rng(7 + i), 9, 4) for i in range(6)]
+  targets = np.zeros((6, 9), np.int32)
+  straight = accept(stack(trees), targets, 5)
+
+  def in_pairs(x):
+    return x.reshape(3, 2, *x.shape[1:])
+
+  pairs = jax.tree.map(in_pairs, (stack(trees), jnp.asarray(targets)))
+  mapped = jax.vmap(lambda *x: ops.accept_tree(*x, 5))(*pairs)
+  for one, other in zip(straight, mapped, strict=True):
+    np.testing.assert_array_equal(in_pairs(one), other)
+
+
 def test_errors_name_the_argument():
   tree = Tree.root_only(jnp.array([1]), rows=2)
   with pytest.raises(ValueError, match=r"target_tokens \(1, 3\)"):

@@ -173,6 +173,19 @@ def test_permuting_the_batch_permutes_the_caches():
   np.testing.assert_array_equal(straight[:, order], permuted)
 
 
+def test_vmap():
+  rng = np.random.default_rng(5)
+  cache = rng.normal(size=(2, LAYERS, B, S, W)).astype(np.float32)
+  keys = rng.normal(size=(2, LAYERS, B, N, W)).astype(np.float32)
+  paths = [random_paths(rng) for _ in range(2)]
+  path, length = (np.stack(x) for x in zip(*paths, strict=True))
+  start = np.array([[0, 1, 5, 20], [3, 38, 0, 7]], np.int32)
+  mapped = jax.vmap(ops.compact)(cache, keys, path, length, start)
+  for i in range(2):
+    alone = compact(cache[i], keys[i], path[i], length[i], start[i])
+    np.testing.assert_array_equal(mapped[i], alone)
+
+
 def test_errors_name_the_argument():
   cache, keys = jnp.zeros((2, 1, 8, 3)), jnp.zeros((2, 1, 5, 3))
   path, one = jnp.zeros((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
