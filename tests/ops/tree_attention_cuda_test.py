@@ -244,6 +244,22 @@ def test_the_number_of_nodes_and_of_sequences_does_not_matter(shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 7, 576, 512), (16, 17, 80, 64)], ids=str)
+def test_the_rows_of_a_block_do_not_matter(shape):
+  """Of the form on tensor cores, which is for bf16."""
+  case = make_case(shape, "bfloat16")
+  before = case.run()
+  settings = {"value_dim": case.value_dim, "scale": case.scale, "chunk": case.chunk}
+  arrays = case.arrays(cache=case.cache[None])
+  for rows in (16, 32, 64):
+    run = functools.partial(
+      _tree_attention_cuda.attend, **settings, layer=0, rows_per_block=rows
+    )
+    after = jax.jit(run)(**arrays)
+    assert_same_bits(before, np.asarray(after), f"{rows} rows")
+
+
+@pytest.mark.gpu
 @DTYPES
 def test_values_out_of_range_stay_inside(dtype):
   """They mean nothing, but nothing breaks, and other sequences do not notice."""
