@@ -30,6 +30,8 @@ from typing import NoReturn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIMIT_S = 15 * 60
+# -P: the installed package is meant, not the folder.
+CHECK_LIBRARY = ".venv/bin/python -P .ci/check_library.py"
 BUILD = pathlib.Path("build", "ci")
 DEADLINE = time.monotonic() + LIMIT_S
 
@@ -95,21 +97,6 @@ def copy_tracked_files(folder: pathlib.Path) -> None:
       shutil.copy2(source, target)
 
 
-def check_library(folder: pathlib.Path) -> None:
-  """The installed package has the CUDA library for both architectures, and takes it."""
-  program = (
-    "from kdtree_jax.ops import _library as library\n"
-    "info = library.build_info()\n"
-    "assert library.why_not() is None, library.why_not()\n"
-    "assert info.architectures == ('sm_90a', 'sm_120') and not info.ptx, info\n"
-    "print('ci:', library.find(), library.find().stat().st_size >> 10, 'KiB', info)"
-  )
-  if shutil.which("nvcc"):
-    run(f'.venv/bin/python -P -c "{program}"', folder)
-  else:
-    print("ci: no nvcc, so no CUDA library to check", flush=True)
-
-
 def check_wheel(folder: pathlib.Path, wheels: pathlib.Path) -> None:
   """A wheel without CUDA holds each file of the package, data too, and nothing else."""
   run(f"KDT_CUDA=OFF .venv/bin/pip wheel --no-deps --wheel-dir {wheels} .", folder)
@@ -139,6 +126,9 @@ def main() -> None:
   with tempfile.TemporaryDirectory(prefix="kdtree_jax_ci_") as temp:
     folder = pathlib.Path(temp, "checkout")
     copy_tracked_files(folder)
+    nvcc = shutil.which("nvcc") is not None
+    if not nvcc:
+      print("ci: no nvcc, so nothing about the CUDA custom calls is checked")
     *install, pytest = readme_steps(folder, "test")
     if "pytest" not in pytest or not install:
       fail("README.md's test block must install first and end with pytest")
@@ -146,17 +136,19 @@ def main() -> None:
     # The demo comes first: it has to work without the packages that the tests add.
     for step in readme_steps(folder, "demo"):
       run(step, folder)
-    check_library(folder)
+    if nvcc:
+      run(CHECK_LIBRARY, folder)
 
     for step in install:
       run(step, folder)
-    check_library(folder)
+    if nvcc:
+      run(CHECK_LIBRARY, folder)
     run(f".venv/bin/pip install {linters(folder)}", folder)
     run(".venv/bin/ruff format --check", folder)
     run(".venv/bin/ruff check", folder)
     run(".venv/bin/pyright", folder)
     check_wheel(folder, pathlib.Path(temp, "wheels"))
-    if shutil.which("nvcc"):
+    if nvcc:
       run(f"cmake --build {BUILD} --target kdtr_check", folder)
     run(pytest, folder)
 
