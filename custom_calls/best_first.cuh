@@ -16,153 +16,201 @@
 namespace kdtree_jax {
 
 // A whole table of at most this many bytes is searched in shared memory.
-constexpr int kTableBytesInShared = 16 * 1024;
-
-__host__ __device__ constexpr bool TableInShared(int depths, int width) {
-  return int64_t{depths} * width <= kTableBytesInShared / int64_t{sizeof(float)};
-}
-
+constexpr int kTableBytesInShared = 14 * 1024;
 // Slots whose frontier fits in the registers of a warp.
 constexpr int kSlotsInRegisters = 128;
 
-// Nodes by slot, in shared memory.
-struct SearchMemory {
-  float* sums;    // from the root down
-  int* parents;
-  int* depths;
-  int* ranks;     // of the child that a node offers
-  int* entries;   // index of the node's own token in the table
-  uint32_t* keys;  // with orders: the frontier, where it does not fit in registers
-  int* orders;
-  float* table;
-};
-
-// Words per array: one for each slot that a search can fill, in whole warps.
-__host__ __device__ constexpr int SlotWords(int budget) {
-  return budget / 32 * 32 + 32;
+// The table in shared memory is padded with -inf: by a column, which ends each list of
+// siblings, and by two rows, for what is offered below the deepest nodes.
+__host__ __device__ constexpr int64_t PaddedTable(int depths, int width) {
+  return (int64_t{depths > 0 ? depths : 1} + 2) * (int64_t{width} + 1);
 }
+__host__ __device__ constexpr bool TableInShared(int depths, int width) {
+  return PaddedTable(depths, width) <= kTableBytesInShared / int64_t{sizeof(float)};
+}
+
+// Slots that a search can fill, in whole warps.
+__host__ __device__ constexpr int SlotsOf(int budget) { return budget / 32 * 32 + 32; }
 
 __host__ __device__ constexpr bool FrontierInRegisters(int budget, int depths,
                                                        int width) {
-  return SlotWords(budget) <= kSlotsInRegisters && TableInShared(depths, width);
+  return SlotsOf(budget) <= kSlotsInRegisters && TableInShared(depths, width);
 }
 
+// A taken node, and what its candidate will offer in turn when it is taken: sums as
+// keys, -inf where there is nothing.
+struct alignas(16) Node {
+  uint32_t sibling;
+  uint32_t child;
+  float sum;       // of the node itself, from the root down
+  uint32_t place;  // of the candidate: its row of the table << 16 | its rank
+};
+
+// Everything by slot, in shared memory.
+struct SearchMemory {
+  Node* nodes;
+  int* parents;
+  int* entries;    // index of the slot's token in the table
+  uint32_t* keys;  // with tags: the frontier, where it does not fit in registers
+  uint32_t* tags;
+  float* table;
+};
+
 __host__ __device__ constexpr size_t SearchBytes(int budget, int depths, int width) {
-  const int arrays = FrontierInRegisters(budget, depths, width) ? 5 : 7;
-  const int table = TableInShared(depths, width) ? depths * width : 0;
-  return sizeof(float) * (arrays * SlotWords(budget) + table);
+  const int arrays = FrontierInRegisters(budget, depths, width) ? 2 : 4;
+  const size_t table = TableInShared(depths, width) ? PaddedTable(depths, width) : 0;
+  return SlotsOf(budget) * (sizeof(Node) + arrays * sizeof(int)) +
+         sizeof(float) * table;
 }
 constexpr size_t kMostSearchBytes =
-    sizeof(float) * 7 * kBuildTreeMaxNodes + kTableBytesInShared;
+    kBuildTreeMaxNodes * (sizeof(Node) + 4 * sizeof(int)) + kTableBytesInShared;
 
 __device__ inline SearchMemory SplitSearchMemory(void* memory, int budget,
                                                  bool frontier_in_registers) {
   SearchMemory m;
-  int* words = static_cast<int*>(memory);
-  const int n = SlotWords(budget);
-  m.sums = reinterpret_cast<float*>(words);
-  m.parents = words + n;
-  m.depths = words + 2 * n;
-  m.ranks = words + 3 * n;
-  m.entries = words + 4 * n;
-  words += 5 * n;
+  const int n = SlotsOf(budget);
+  m.nodes = static_cast<Node*>(memory);
+  int* words = reinterpret_cast<int*>(m.nodes + n);
+  m.parents = words;
+  m.entries = words + n;
+  words += 2 * n;
   m.keys = reinterpret_cast<uint32_t*>(words);
-  m.orders = words + n;
+  m.tags = m.keys + n;
   if (!frontier_in_registers) words += 2 * n;
   m.table = reinterpret_cast<float*>(words);
   return m;
 }
 
-// What a lane knows of the candidates of its slots, 32 * j + lane for j < kSlots.
+// The table where it was written to: -inf behind its ends. NaN is never taken either.
+struct WholeTable {
+  const float* entries;
+  int depths, width;
+  __device__ float operator()(int depth, int rank) const {
+    if (depth >= depths || rank >= width) return -INFINITY;
+    return fmaxf(__ldcg(entries + static_cast<int64_t>(depth) * width + rank),
+                 -INFINITY);
+  }
+};
+
+// The same in shared memory, padded.
+struct PaddedInShared {
+  const float* entries;
+  int stride;
+  __device__ float operator()(int depth, int rank) const {
+    return entries[depth * stride + rank];
+  }
+};
+
+// What a lane knows of the candidates of its slots, 32 * j + lane for j < kSlots: the
+// key of the sum, and a tag that orders equal sums: post-order index and slot.
 template <int kSlots>
 struct Frontier {
   __device__ explicit Frontier(const SearchMemory&) {}
-  __device__ uint32_t& key(int j) { return keys[j]; }  // of the candidate's path sum
-  __device__ int& order(int j) { return orders[j]; }   // of the slot, in post-order
-  uint32_t keys[kSlots];
-  int orders[kSlots];
+  __device__ uint32_t& key(int j) { return keys[j]; }
+  __device__ uint32_t& tag(int j) { return tags[j]; }
+  uint32_t keys[kSlots], tags[kSlots];
 };
 
 // Any number of slots.
 template <>
 struct Frontier<0> {
   __device__ explicit Frontier(const SearchMemory& m)
-      : keys(m.keys + threadIdx.x % 32), orders(m.orders + threadIdx.x % 32) {}
+      : keys(m.keys + threadIdx.x % 32), tags(m.tags + threadIdx.x % 32) {}
   __device__ uint32_t& key(int j) { return keys[32 * j]; }
-  __device__ int& order(int j) { return orders[32 * j]; }
-  uint32_t* keys;
-  int* orders;
+  __device__ uint32_t& tag(int j) { return tags[32 * j]; }
+  uint32_t *keys, *tags;
 };
 
 // Takes up to `take` nodes and returns the slots in use. Called by one whole warp, for
-// which 32 * kSlots must be more than `take`, or kSlots 0. `table` [depths, width].
-template <int kSlots>
-__device__ int Search(const SearchMemory& m, const float* table, int depths, int width,
-                      int take) {
+// which 32 * kSlots must be more than `take`, or kSlots 0. `width` of the table.
+//
+// What a node offers is computed an iteration before it can be needed, so that it is
+// there when the node is found; else a node would wait for two more loads.
+template <int kSlots, typename Table>
+__device__ int Search(const SearchMemory& m, Table table, int width, int take) {
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kUnroll = kSlots > 0 ? kSlots : 1;
+  constexpr uint32_t kOrder = kBuildTreeMaxNodes;  // of tags: index * kOrder + slot
   const int slots = kSlots > 0 ? kSlots : take / 32 + 1;
-  const int lane = threadIdx.x % 32;
-  // Path sum of a child, by its depth from 0 and rank; -inf if it must not be taken.
-  const auto sum_of = [&](float parent, int depth, int rank) {
-    if (depth >= depths || rank >= width) return -INFINITY;
-    const float sum = Add(parent, table[depth * width + rank]);
-    return sum > -INFINITY ? sum : -INFINITY;  // NaN as well
+  const uint32_t lane = threadIdx.x % 32;
+  const auto sum_key = [](float a, float b) {
+    return KeyOf(fmaxf(Add(a, b), -INFINITY));  // NaN is never taken
   };
+
   Frontier<kSlots> frontier(m);
 #pragma unroll kUnroll
   for (int j = 0; j < slots; ++j) {
     frontier.key(j) = kKeyOfMinusInfinity;
-    frontier.order(j) = 0;
+    frontier.tag(j) = 32 * j + lane;
   }
+  // The node found last, and the new slot for its candidate. At first this is the root,
+  // whose candidate is the best token, and slot 1, which is set again before its use.
+  int parent = 0, slot = 1;
+  int row = 0, rank = 0;  // of the parent's present candidate; the slot's is below it
+  float parent_sum = 0.0f, slot_sum = -INFINITY;
+  uint32_t parent_key = sum_key(0.0f, table(0, 0)), slot_key = kKeyOfMinusInfinity;
   if (lane == 0) {
-    frontier.key(0) = KeyOf(sum_of(0.0f, 0, 0));
-    m.sums[0] = 0.0f;
+    frontier.key(0) = parent_key;
+    m.nodes[0].sum = 0.0f;
+    m.nodes[0].place = 0;
     m.parents[0] = -1;
-    m.depths[0] = m.ranks[0] = m.entries[0] = 0;
+    m.entries[0] = 0;
   }
-  __syncwarp();
-  int slot = 1;
   for (; slot <= take; ++slot) {
+    const float next_sibling = table(row, rank + 1), next_child = table(row + 1, 0);
+    const float slot_sibling = table(row + 1, 1), slot_child = table(row + 2, 0);
     uint32_t best = kKeyOfMinusInfinity;
 #pragma unroll kUnroll
     for (int j = 0; j < slots; ++j) best = max(best, frontier.key(j));
     best = __reduce_max_sync(kAll, best);
+    const uint2 parent_offers =
+        make_uint2(sum_key(parent_sum, next_sibling),
+                   sum_key(FloatOfKey(parent_key), next_child));
+    const uint2 slot_offers = make_uint2(sum_key(slot_sum, slot_sibling),
+                                         sum_key(FloatOfKey(slot_key), slot_child));
+    // The slot's number is one less than now, but at first.
+    const int last = max(slot - 1, 1);
+    if (lane == 0) {
+      *reinterpret_cast<uint2*>(&m.nodes[last]) = slot_offers;
+      *reinterpret_cast<uint2*>(&m.nodes[parent]) = parent_offers;
+    }
     if (best == kKeyOfMinusInfinity) break;
     // Of equal ones the first in post-order; indices are distinct.
-    unsigned first = 0xffffffffu;
+    uint32_t first = 0xffffffffu;
 #pragma unroll kUnroll
     for (int j = 0; j < slots; ++j) {
-      const unsigned tag = frontier.order(j) * kBuildTreeMaxNodes + 32 * j + lane;
-      if (frontier.key(j) == best) first = min(first, tag);
+      if (frontier.key(j) == best) first = min(first, frontier.tag(j));
     }
     first = __reduce_min_sync(kAll, first);
-    const int parent = first % kBuildTreeMaxNodes;
-    const int order = first / kBuildTreeMaxNodes;
-    const float path_sum = FloatOfKey(best);
-    const int depth = m.depths[parent];
-    const int rank = m.ranks[parent];
-    const uint32_t sibling = KeyOf(sum_of(m.sums[parent], depth, rank + 1));
-    const uint32_t child = KeyOf(sum_of(path_sum, depth + 1, 0));
+    __syncwarp();  // what lane 0 wrote is there
+    parent = first % kOrder;
+    const uint32_t order = first - parent;
+    const Node node = m.nodes[parent];
+    row = node.place >> 16;
+    rank = node.place & 0xffff;
+    parent_sum = node.sum;
+    parent_key = node.sibling;
+    slot_sum = FloatOfKey(best);
+    slot_key = node.child;
 #pragma unroll kUnroll
     for (int j = 0; j < slots; ++j) {
-      frontier.order(j) += frontier.order(j) >= order;
-      if (32 * j + lane == parent) frontier.key(j) = sibling;
-      if (32 * j + lane == slot) {
-        frontier.key(j) = child;
-        frontier.order(j) = order;
+      const uint32_t own = 32 * j + lane;
+      if (frontier.tag(j) >= order) frontier.tag(j) += kOrder;
+      if (own == static_cast<uint32_t>(parent)) frontier.key(j) = parent_key;
+      if (own == static_cast<uint32_t>(slot)) {
+        frontier.key(j) = slot_key;
+        frontier.tag(j) = order + own;
       }
     }
-    __syncwarp();  // all have read the parent's entries
+    __syncwarp();  // all have read the node
     if (lane == 0) {
-      m.ranks[parent] = rank + 1;
-      m.sums[slot] = path_sum;
+      m.nodes[parent].place = node.place + 1;
+      m.nodes[slot].sum = slot_sum;
+      m.nodes[slot].place = (row + 1) << 16;
       m.parents[slot] = parent;
-      m.depths[slot] = depth + 1;
-      m.ranks[slot] = 0;
-      m.entries[slot] = depth * width + rank;
+      m.entries[slot] = row * width + rank;
     }
-    __syncwarp();
+    ++rank;
   }
   return slot;
 }
@@ -171,26 +219,30 @@ __device__ int Search(const SearchMemory& m, const float* table, int depths, int
 // and SearchBytes large, and nobody else uses it meanwhile.
 __device__ inline void BuildOneTree(const TreeArgs& a, int b, void* memory) {
   __shared__ int size;
+  const bool in_shared = TableInShared(a.depths, a.width);
   const bool in_registers = FrontierInRegisters(a.budget, a.depths, a.width);
   const SearchMemory m = SplitSearchMemory(memory, a.budget, in_registers);
   const int64_t first_entry = static_cast<int64_t>(b) * a.depths * a.width;
-  const float* table = a.table + first_entry;
   const int depths = max(0, min(a.depths, a.max_depth[b * a.max_depth_stride]));
   const int take = max(0, min(a.budget, a.limit[b * a.limit_stride]));
-  const bool in_shared = TableInShared(a.depths, a.width);
+  // Not through L1: another block may have written the table just now.
+  const WholeTable whole{a.table + first_entry, depths, a.width};
+  const PaddedInShared padded{m.table, a.width + 1};
   if (in_shared) {
-    // Not through L1: another block may have written the table just now.
-    for (int i = threadIdx.x; i < depths * a.width; i += blockDim.x) {
-      m.table[i] = __ldcg(table + i);
+    const int entries = static_cast<int>(PaddedTable(a.depths, a.width));
+    for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+      m.table[i] = whole(i / padded.stride, i % padded.stride);
     }
   }
   __syncthreads();
   if (threadIdx.x < 32) {
     int found;
     if (in_registers) {
-      found = Search<kSlotsInRegisters / 32>(m, m.table, depths, a.width, take);
+      found = Search<kSlotsInRegisters / 32>(m, padded, a.width, take);
+    } else if (in_shared) {
+      found = Search<0>(m, padded, a.width, take);
     } else {
-      found = Search<0>(m, in_shared ? m.table : table, depths, a.width, take);
+      found = Search<0>(m, whole, a.width, take);
     }
     if (threadIdx.x == 0) {
       size = found;
@@ -210,8 +262,10 @@ __device__ inline void BuildOneTree(const TreeArgs& a, int b, void* memory) {
     }
     a.token_ids[first_slot + slot] = token;
     a.parents[first_slot + slot] = live ? m.parents[slot] : -1;
-    a.depths_out[first_slot + slot] = live ? m.depths[slot] : 0;
-    a.log_probs[first_slot + slot] = live ? m.sums[slot] : -INFINITY;
+    // A node's candidate lies in the row below the node.
+    a.depths_out[first_slot + slot] =
+        live ? static_cast<int>(m.nodes[slot].place >> 16) : 0;
+    a.log_probs[first_slot + slot] = live ? m.nodes[slot].sum : -INFINITY;
   }
 }
 

@@ -79,7 +79,7 @@ template <bool kTree>
 __global__ void __launch_bounds__(kMergeThreads, 1)
     MergeKernel(CandidateArgs a, int slices, const Candidate* candidates,
                 const SliceSum* sums, int* arrivals, TreeArgs tree) {
-  extern __shared__ __align__(8) unsigned char memory[];
+  extern __shared__ __align__(16) unsigned char memory[];
   __shared__ double log_sum;
   __shared__ float row_top;
   __shared__ Candidate bounds[2];
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1)
 }
 
 __global__ void __launch_bounds__(kTreeThreads) TreeKernel(TreeArgs tree) {
-  extern __shared__ __align__(8) unsigned char memory[];
+  extern __shared__ __align__(16) unsigned char memory[];
   BuildOneTree(tree, blockIdx.x, memory);
 }
 
@@ -187,7 +187,7 @@ constexpr size_t kMostMergeBytes =
 KDT_DYNAMIC_SHARED_MEMORY(MergeKernel, std::max(kMostMergeBytes, kMostSearchBytes));
 KDT_DYNAMIC_SHARED_MEMORY(TreeKernel, kMostSearchBytes);
 // More than this would have to be asked for.
-static_assert(std::max(kMostMergeBytes, kMostSearchBytes) <= 48 * 1024 - 1024);
+static_assert(std::max(kMostMergeBytes, kMostSearchBytes) <= 47 * 1024);
 
 size_t TreeBytes(const TreeArgs& a) { return SearchBytes(a.budget, a.depths, a.width); }
 

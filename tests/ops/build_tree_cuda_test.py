@@ -180,7 +180,7 @@ def test_from_logits(vocab, budget, dtype):
       nearest = want.astype(np.float32)
       finite = np.isfinite(nearest)
       np.testing.assert_array_equal(log_probs[b, d][~finite], nearest[~finite])
-      error = abs(log_probs[b, d].astype(np.longdouble) - want)[finite]
+      error = abs(log_probs[b, d][finite].astype(np.longdouble) - want[finite])
       # Half an ulp for the last rounding. The sum of exponentials is right to 2**-24,
       # each term to 0.9 * 2**-24 (log_softmax_math.h), which is at most one ulp more:
       # neither log1p nor a sum of two numbers of one sign makes it worse.
@@ -244,13 +244,13 @@ def test_ancestors_equal_the_reference():
 
   def both(*x):
     tree = from_table(*x, 64, rows=72)
-    return tree, *(ops.ancestors(tree, d, implementation="cuda") for d in (71, 15, 2))
+    return tree, *(ops.ancestors(tree, d, implementation="cuda") for d in (71, 15))
 
   tree, *tables = replayed(both)(log_probs, token_ids, roots)
   trees = [
     reference.Tree(*(getattr(tree, name)[b] for name in FIELDS)) for b in range(500)
   ]
-  for table, max_depth in zip(tables, (71, 15, 2), strict=True):
+  for table, max_depth in zip(tables, (71, 15), strict=True):
     want = np.stack([reference.ancestors(t, 71) for t in trees])[:, :, : max_depth + 1]
     np.testing.assert_array_equal(table, want)
 
