@@ -50,7 +50,7 @@ def run(command: str, folder: pathlib.Path) -> None:
     ["bash", "-c", command],
     cwd=folder,
     stdin=subprocess.DEVNULL,
-    # The first installation compiles all kernels, later ones what differs.
+    # Kept, so that the checker is linked to kernels that are compiled already.
     env={**os.environ, "PIP_QUIET": "1", "SKBUILD_BUILD_DIR": str(folder / BUILD)},
     start_new_session=True,
   )
