@@ -44,7 +44,7 @@ __device__ __forceinline__ void LoadMatrix2Transposed(uint32_t& r0, uint32_t& r1
 // d += a [16, 16] * b [16, 8], bf16 products in fp32.
 __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -54,10 +54,6 @@ __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint3
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
                : "memory");
-}
-
-__device__ __forceinline__ void Arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // One arrival, once all copies that this thread has started have ended.
@@ -98,27 +94,6 @@ __device__ __forceinline__ void CopyAsync16If(bool run, uint32_t shared,
       "}\n" ::"r"(static_cast<int>(run)),
       "r"(shared), "l"(global), "r"(wanted ? 16 : 0)
       : "memory");
-}
-
-// Barrier of 128 threads; `id` from 1 on.
-__device__ __forceinline__ void SyncGroup(int id) {
-  asm volatile("barrier.sync.aligned %0, 128;" ::"r"(id) : "memory");
-}
-
-// The same; true where `value` is true in any of the threads.
-__device__ __forceinline__ bool SyncGroupOr(int id, bool value) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.b32 in, %2, 0;\n"
-      "barrier.red.or.pred.aligned out, %1, 128, in;\n"
-      "selp.b32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(id), "r"(static_cast<int>(value))
-      : "memory");
-  return any;
 }
 
 // 2 ** x, 2 units in the last place, results below 2**-126 are 0.

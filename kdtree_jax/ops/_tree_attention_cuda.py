@@ -16,13 +16,13 @@ def default_chunk(capacity: int) -> int:
 
   One row needs many chunks to fill a GPU, many rows pay for each chunk with a write
   of their partial results. Both must use the same, or their bits would differ, so
-  it is a function of the cache alone: at most 32 chunks up to 32k positions, and
-  neither tiny nor huge ones.
+  it is a function of the cache alone: a 64th of it, rounded down to a power of two,
+  but 128 at least and 1,024 at most. docs/kernels.md has the times behind it.
 
   Args:
     capacity: S, positions of the cache.
   """
-  power = 1 << max(0, -(-capacity // 32) - 1).bit_length()
+  power = 1 << max(capacity // 64, 1).bit_length() - 1
   return max(128, min(1024, power))
 
 

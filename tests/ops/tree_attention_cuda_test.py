@@ -392,9 +392,9 @@ def test_the_program_for_cuda_holds_the_call():
 def test_the_chunk_depends_on_the_capacity_alone():
   for N in (1, 128):
     text = lowered(small(N=N, positions=16384), implementation="cuda")
-    assert "chunk = 512 : i64" in text
-  sizes = [_tree_attention_cuda.default_chunk(s) for s in (1, 4096, 4097, 10**6)]
-  assert sizes == [128, 128, 256, 1024]
+    assert "chunk = 256 : i64" in text
+  sizes = [_tree_attention_cuda.default_chunk(s) for s in (1, 16383, 32896, 10**6)]
+  assert sizes == [128, 128, 512, 1024]
   text = lowered(small(positions=250), implementation="cuda", chunk=48)
   assert "chunk = 48 : i64" in text and "tensor<2x40x6x16xf32>" in text
 
