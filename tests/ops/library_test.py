@@ -13,7 +13,7 @@ import ml_dtypes
 import pytest
 
 import kdtree_jax
-from kdtree_jax.ops import _library
+from kdtree_jax.ops import _implementation, _library
 
 SOURCES = pathlib.Path(__file__).parents[2] / "custom_calls"
 FITTING = _library.BuildInfo(
@@ -146,3 +146,13 @@ def test_every_handler_is_registered_and_may_be_captured():
 def test_targets_lie_in_the_project_s_namespace():
   assert all(target.startswith("kdtree_jax.") for target in _library.TARGETS)
   assert len(set(_library.TARGETS.values())) == len(_library.TARGETS)
+
+
+@pytest.mark.gpu
+def test_this_gpu_has_code_and_auto_takes_it():
+  device = jax.devices("gpu")[0]
+  assert re.fullmatch(r"\d+\.\d", device.compute_capability)
+  assert _library.why_not() is None
+  assert _library.why_not_on(device) is None
+  with jax.default_device(device):
+    assert _implementation.active("accept_tree") == ("cuda", None)
