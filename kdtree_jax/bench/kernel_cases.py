@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import ops
-from kdtree_jax.bench.timing import add_zero
+from kdtree_jax.bench.timing import SHORT_REPEATS, add_zero
 from kdtree_jax.tree import NO_PARENT, ROOT, Tree, ancestors
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -39,6 +39,7 @@ class Case:
     sets: input sets that calls rotate among.
     calls: calls per program of the CUDA form.
     xla_calls: the same for the XLA form, which takes longer to compile and to run.
+    repeats: times that a program runs its calls.
     carried: makes the first value that calls hand on, or None.
     bar_us: what the design asks of the portable kernel, or None.
     hopper_bar_us: what it asks of a kernel for Hopper alone, or None.
@@ -54,6 +55,7 @@ class Case:
   sets: int = 10
   calls: int = 10
   xla_calls: int = 4
+  repeats: int = 1
   carried: Callable[[], Any] | None = None
   bar_us: float | None = None
   hopper_bar_us: float | None = None
@@ -450,7 +452,8 @@ class _Angles:
 def standard() -> list[Case]:
   """The table of the design."""
   k = 1024
-  small: dict[str, Any] = {"calls": 32, "xla_calls": 32, "sets": 8}
+  short: dict[str, Any] = {"repeats": SHORT_REPEATS}
+  small: dict[str, Any] = {"calls": 32, "xla_calls": 32, "sets": 8, **short}
   return [
     tree_attention(1, 32 * k, bar_us=40, calls=20, sets=20),
     tree_attention(1, 128 * k, bar_us=65),
@@ -459,11 +462,11 @@ def standard() -> list[Case]:
     tree_attention(64, 128 * k, bar_us=4000, hopper_bar_us=1830, calls=5, xla_calls=2),
     build_tree(bar_us=60, calls=16, sets=16, xla_calls=8),
     accept_tree(bar_us=10, **small),
-    best_token(),
-    token_log_probs(),
+    best_token(**short),
+    token_log_probs(**short),
     ancestors_table(**small),
-    compact(1),
-    compact(8, calls=8),
+    compact(1, **short),
+    compact(8, calls=8, **short),
     rope(**small),
     rope_queries(**small),
     rope_keys(**small),

@@ -117,13 +117,18 @@ def _measure(
 def _chain(case: Case, form: str, sets: Sequence[Any], calls: int) -> Chain:
   if case.carried is None:
     return Chain(
-      lambda inputs: case.call(inputs, form), sets, calls=calls, link=case.link
+      lambda inputs: case.call(inputs, form),
+      sets,
+      calls=calls,
+      link=case.link,
+      repeats=case.repeats,
     )
   return Chain(
     lambda value, inputs: case.call(value, inputs, form),
     sets,
     calls=calls,
     carried=case.carried(),
+    repeats=case.repeats,
   )
 
 

@@ -2,10 +2,11 @@
 
 To start a program costs the host more than some kernels take. So a program holds
 a chain of calls, unrolled, which a GPU captures as one graph from its second run
-on; the program is started many times before the clock is read; and the clock is
-divided by the number of calls. What remains in a figure besides the call itself:
-the program's start, shared by all its calls, and the link to the next call, a
-kernel of one element. Nothing is subtracted.
+on, and for short calls a loop around the chain, captured with it; the program is
+started many times before the clock is read; and the clock is divided by the number
+of calls. What remains in a figure besides the call itself: the program's start and
+the loop, shared by all calls, and the link to the next call, a kernel of one
+element. Nothing is subtracted.
 
 The calls of a chain wait for one another: a call's smallest integer input depends
 on the outputs of the call before, in a way that never changes its value and that
@@ -26,11 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
 from kdtree_jax.ops.matmul import einsum
 
 WARMUPS = 3  # uncaptured, captured, replayed
 # More starts than this wait in the runtime's queue, and would look like host time.
 MOST_STARTS = 24
+# Times that a program of short calls runs its chain.
+SHORT_REPEATS = 32
 # Above this share of a measurement spent on starting programs, the host, not the
 # device, may have set the pace.
 HOST_BOUND = 0.9
@@ -82,6 +86,7 @@ class Chain:
     carried: first value that calls hand on, updated in place; or None. Taken
       over: its buffers are given up.
     shared: arguments that all calls have in common (a model, say).
+    repeats: times that a program runs the chain.
   """
 
   def __init__(
@@ -93,8 +98,9 @@ class Chain:
     link: Link | None = None,
     carried: Any = None,
     shared: tuple[Any, ...] = (),
+    repeats: int = 1,
   ):
-    self.calls = calls
+    self.calls = calls * repeats
     self._sets, self._shared = tuple(sets), shared
     self._carried = carried is not None
     if not self._carried:
@@ -108,7 +114,14 @@ class Chain:
     else:
       self._state = carried
       run = _carrying(op, calls)
-    self._run = jax.jit(run, donate_argnums=0, keep_unused=True)
+    options = None
+    if repeats > 1:
+      run = _repeated(run, repeats)
+      if jax.default_backend() == "gpu":
+        options = dict(CAPTURED_LOOP_OPTIONS)
+    self._run = jax.jit(
+      run, donate_argnums=0, keep_unused=True, compiler_options=options
+    )
 
   def first(self) -> Any:
     """What the first call returned, or the carried value after the last."""
@@ -146,6 +159,13 @@ def _carrying(op, calls: int):
     return state
 
   return run
+
+
+def _repeated(run, repeats: int):
+  def loop(state, sets, shared):
+    return jax.lax.fori_loop(0, repeats, lambda _, s: run(s, sets, shared), state)
+
+  return loop
 
 
 def _nought(out: Any) -> jax.Array:
@@ -235,7 +255,11 @@ def ceilings(copy_bytes: int = 1 << 29, gemm_size: int = 8192) -> Ceilings:
     calls=2,
   )
   nothing = Chain(
-    lambda x: x, [jnp.zeros((8,), jnp.int32)], calls=32, link=lambda x, zero: x + zero
+    lambda x: x,
+    [jnp.zeros((8,), jnp.int32)],
+    calls=32,
+    link=lambda x, zero: x + zero,
+    repeats=SHORT_REPEATS,
   )
   times = {
     name: measure({name: chain})[name].us

@@ -126,3 +126,17 @@ def test_ceilings_and_floors():
   limits = timing.Ceilings(bytes_per_second=1e9, flops_per_second=1e12, link_us=0)
   assert limits.floor_us(2000, 1e6) == pytest.approx(2)  # bytes decide
   assert limits.floor_us(2000, 5e6) == pytest.approx(5)  # operations do
+
+
+def test_a_chain_may_run_many_times_in_one_start():
+  sets = [jnp.asarray(i) for i in range(3)]
+  chain = Chain(
+    lambda x, row: x.at[row].add(1.0),
+    sets,
+    calls=4,
+    carried=jnp.zeros((3,)),
+    repeats=5,
+  )
+  chain.run(2)
+  assert chain.calls == 20
+  np.testing.assert_array_equal(chain.first(), [20, 10, 10])
