@@ -143,6 +143,7 @@ class MLA(nnx.Module):
       scale=c.softmax_scale,
       value_dim=c.kv_lora_rank,
       layer=layer,
+      max_positions=c.max_position_embeddings,
       implementation=implementation,
     )
     heads = einsum("bnhr,hre->bnhe", out, self.v_up[...], x.dtype)

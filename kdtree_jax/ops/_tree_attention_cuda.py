@@ -11,18 +11,18 @@ MAX_WIDTH = 576  # kv_lora_rank + qk_rope_head_dim of DeepSeek-V3 and Kimi
 CHUNK_MULTIPLE = 16
 
 
-def default_chunk(capacity: int) -> int:
+def default_chunk(positions: int) -> int:
   """Positions per chunk where the caller does not say.
 
   One row needs many chunks to fill a GPU, many rows pay for each chunk with a write
   of their partial results. Both must use the same, or their bits would differ, so
-  it is a function of the cache alone: a 64th of it, rounded down to a power of two,
-  but 128 at least and 1,024 at most. docs/kernels.md has the times behind it.
+  it is a function of the longest context alone: a 64th of it, rounded down to a
+  power of two, but 128 at least and 1,024 at most.
 
   Args:
-    capacity: S, positions of the cache.
+    positions: the most that a cache may have, at least 1.
   """
-  power = 1 << max(capacity // 64, 1).bit_length() - 1
+  power = 1 << max(positions // 64, 1).bit_length() - 1
   return max(128, min(1024, power))
 
 

@@ -35,6 +35,7 @@ def tree_attention(
   value_dim: int,
   layer: int | None = None,
   chunk: int | None = None,
+  max_positions: int | None = None,
   implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention over keys in absolute position order.
@@ -60,7 +61,10 @@ def tree_attention(
       copied as a whole before the loop over its chunks.
     chunk: positions per chunk, the same in every program whose bits are
       compared. None leaves it to the form: `CHUNK` for XLA, and for CUDA a
-      function of S alone (`_tree_attention_cuda.default_chunk`).
+      function of `max_positions` (`_tree_attention_cuda.default_chunk`).
+    max_positions: positions that any cache of this model may have; S where None. A
+      model gives its own limit, so that the CUDA form's bits do not depend on how
+      large a cache was made.
     implementation: "auto", "xla" or "cuda". The CUDA form takes float32 and
       bfloat16, at most 128 nodes, 129 depths and W = 576, and chunks of a multiple
       of 16. What goes beyond has the XLA form under "auto" too, in all programs.
@@ -80,8 +84,9 @@ def tree_attention(
   _check_shapes(q, one, tree_keys, ancestors, depths, lengths, value_dim)
   if layer is not None and not 0 <= layer < cache.shape[0]:
     raise ValueError(f"layer = {layer} must lie in 0 .. {cache.shape[0] - 1}")
-  if chunk is not None and chunk < 1:
-    raise ValueError(f"chunk = {chunk} must be at least 1")
+  for name, value in (("chunk", chunk), ("max_positions", max_positions)):
+    if value is not None and value < 1:
+      raise ValueError(f"{name} = {value} must be at least 1")
   obstacle = _tree_attention_cuda.obstacle(q, one.shape[1], ancestors, chunk)
   if obstacle is not None and implementation == "cuda":
     raise ValueError(
@@ -99,7 +104,7 @@ def tree_attention(
   q, cache, tree_keys, ancestors, depths, lengths = arrays
   if layer is None:
     cache, layer = cache[None], 0
-  cuda_chunk = _tree_attention_cuda.default_chunk(cache.shape[2])
+  cuda_chunk = _tree_attention_cuda.default_chunk(max_positions or cache.shape[2])
   settings = {"scale": scale, "value_dim": value_dim, "layer": layer}
   return _implementation.dispatch(
     "tree_attention",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tests.model.families import (
   sequence_logits,
   step,
 )
+from tests.ops.custom_calls import cuda_text
 from tests.tree.random_trees import random_tree
 
 B, N, S = 2, 8, 256
@@ -332,3 +334,24 @@ def test_rope_tables_are_those_of_the_config(family):
   cos, sin = tables[config.rope_angle_dtype]
   assert_same_bits(target.cos[...], cos)
   assert_same_bits(target.sin[...], sin)
+
+
+def test_attention_for_cuda_has_one_chunk_whatever_the_cache():
+  """Else a text's bits would depend on the longest prompt beside it."""
+  model = family_target("kimi", "float32")
+  tokens = jnp.zeros((1, N), jnp.int32)
+  chunks = set()
+  for positions in (256, 65536):
+    shape = (model.config.num_hidden_layers, 1, positions, model.config.cache_width)
+    text = cuda_text(
+      functools.partial(model.step, implementation="cuda"),
+      tokens,
+      jnp.asarray(CHAIN)[None],
+      jnp.arange(N)[None],
+      jax.ShapeDtypeStruct(shape, model.dtype),
+      jnp.zeros((1,), jnp.int32),
+    )
+    found = re.findall(r"tree_attention\(.*chunk = (\d+) : i64", text)
+    assert len(found) == model.config.num_hidden_layers
+    chunks.update(found)
+  assert len(chunks) == 1

@@ -389,7 +389,7 @@ def test_the_program_for_cuda_holds_the_call():
       assert "tensor<3x2x256x80xf32>" in text and "tensor<2x40x3x16xf32>" in text
 
 
-def test_the_chunk_depends_on_the_capacity_alone():
+def test_the_chunk_depends_on_the_longest_context_alone():
   for N in (1, 128):
     text = lowered(small(N=N, positions=16384), implementation="cuda")
     assert "chunk = 256 : i64" in text
@@ -397,6 +397,30 @@ def test_the_chunk_depends_on_the_capacity_alone():
   assert sizes == [128, 128, 512, 1024]
   text = lowered(small(positions=250), implementation="cuda", chunk=48)
   assert "chunk = 48 : i64" in text and "tensor<2x40x6x16xf32>" in text
+  for positions in (256, 16384):
+    text = lowered(
+      small(positions=positions), implementation="cuda", max_positions=32768
+    )
+    assert "chunk = 512 : i64" in text
+
+
+@pytest.mark.gpu
+@DTYPES
+def test_the_size_of_the_cache_does_not_matter(dtype):
+  """A model's limit decides on the chunk, not the cache made for these prompts."""
+  case = make_case((8, 17, 80, 64), dtype)
+
+  def run(cache):
+    arrays = {k: jnp.asarray(v) for k, v in case.arrays(cache=cache).items()}
+    settings = {"value_dim": case.value_dim, "scale": case.scale}
+    return jax.jit(
+      functools.partial(
+        ops.tree_attention, **settings, max_positions=32768, implementation="cuda"
+      )
+    )(**arrays)
+
+  larger = np.concatenate([case.cache] * 128, axis=1)  # 32,768 positions
+  assert_same_bits(run(case.cache), run(larger))
 
 
 @pytest.mark.parametrize(
