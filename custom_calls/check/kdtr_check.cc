@@ -13,7 +13,8 @@
 namespace {
 
 constexpr char kHelp[] =
-    R"(usage: kdtr_check [--time] [--op=NAME] [--case=I] [--guard_bytes=N] FILE...
+    R"(usage: kdtr_check [--time] [--op=NAME] [--case=I] [--repeats=N] [--guard_bytes=N]
+                  FILE...
        kdtr_check --dry_run [--op=NAME] [--case=I] FILE...
        kdtr_check --list [--quiet] FILE...
 
@@ -24,6 +25,8 @@ Runs the CUDA kernels on the golden cases of KDTR files, which
                    CUDA graph, with inputs in the L2 cache
   --op=NAME        only cases of this op
   --case=I         only case number I
+  --repeats=N      replay a case's graph 2 N times instead of twice, to catch what goes
+                   wrong now and then
   --guard_bytes=N  guard bytes before and behind every buffer (default 256). 0 gives
                    each buffer an allocation of its exact size, in which
                    compute-sanitizer also finds reads out of bounds
@@ -83,6 +86,10 @@ std::string Parse(int argc, char** argv, Arguments* arguments) {
     } else if (TakeValue(argument, "--case=", &value)) {
       if (!ParseCount(value, &options.only)) {
         return argument + ": must be the number of a case";
+      }
+    } else if (TakeValue(argument, "--repeats=", &value)) {
+      if (!ParseCount(value, &options.repeats)) {
+        return argument + ": must be a number of times";
       }
     } else if (TakeValue(argument, "--guard_bytes=", &value)) {
       if (!ParseCount(value, &options.guard_bytes)) {

@@ -46,7 +46,7 @@ class Runner {
   cudaStream_t stream() const { return stream_; }
 
   // Empty, or what went wrong.
-  std::string RunAll(const Launch& launch, Buffers* buffers) {
+  std::string RunAll(const Launch& launch, int64_t repeats, Buffers* buffers) {
     if (status_ != cudaSuccess) return CudaText("cudaStreamCreate", status_);
     std::string error;
     for (const uint8_t poison : kPlainPoisons) {
@@ -57,11 +57,13 @@ class Runner {
     }
     error = Capture(launch, 1);
     if (!error.empty()) return error;
-    for (const uint8_t poison : kReplayPoisons) {
-      if (!buffers->Restore(poison, &error)) return error;
-      const cudaError_t status = cudaGraphLaunch(executable_, stream_);
-      if (status != cudaSuccess) return CudaText("cudaGraphLaunch", status);
-      if (!buffers->Check(&error)) return error + " (replay of a graph)";
+    for (int64_t i = 0; i < repeats; ++i) {
+      for (const uint8_t poison : kReplayPoisons) {
+        if (!buffers->Restore(poison, &error)) return error;
+        const cudaError_t status = cudaGraphLaunch(executable_, stream_);
+        if (status != cudaSuccess) return CudaText("cudaGraphLaunch", status);
+        if (!buffers->Check(&error)) return error + " (replay of a graph)";
+      }
     }
     return "";
   }
@@ -150,7 +152,7 @@ void RunCase(const KdtrFile& file, const GoldenCase& golden,
     setup.Finish();
     dimensions = setup.dimensions();
     error = setup.error();
-    if (error.empty()) error = runner.RunAll(launch, &buffers);
+    if (error.empty()) error = runner.RunAll(launch, options.repeats, &buffers);
     if (buffers.worst() >= 0) note = Text("error %.2f of bound", buffers.worst());
     if (error.empty() && options.time) {
       const double time = runner.Time(launch);

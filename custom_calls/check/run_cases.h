@@ -14,6 +14,7 @@ struct CheckOptions {
   bool time = false;          // print a median time for each case
   std::string op;             // only cases of this op, where not empty
   int64_t only = -1;          // only the case of this number, where not negative
+  int64_t repeats = 1;        // replays of the graph, times two
   int64_t guard_bytes = 256;  // on either side of every buffer
 };
 

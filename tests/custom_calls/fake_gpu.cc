@@ -56,6 +56,7 @@ void AcceptTree(const kdtree_jax::AcceptTreeArgs& a) {
   if (Fault("input")) const_cast<int32_t*>(a.parents)[a.nodes - 1] += 1;
   if (Fault("varies")) a.length[0] += runs == 3;
   if (Fault("replay")) a.length[0] += runs == 5;
+  if (Fault("rare")) a.length[0] += runs == 300;
 }
 
 }  // namespace

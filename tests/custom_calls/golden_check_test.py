@@ -85,6 +85,13 @@ def test_faults(fake: Path, tmp_path: Path, fault: str, message: str):
   assert re.search(message, lines[0]), lines[0]
 
 
+def test_repeats_find_what_goes_wrong_now_and_then(fake: Path, tmp_path: Path):
+  status, _ = check(fake, tmp_path, ACCEPT[:1], "--repeats=10", fault="rare")
+  assert status == 0
+  status, lines = check(fake, tmp_path, ACCEPT[:1], "--repeats=200", fault="rare")
+  assert status == 1 and "other bits in run" in lines[0]
+
+
 def test_a_failure_does_not_hide_later_cases(fake: Path, tmp_path: Path):
   case = ACCEPT[0]
   wrong = {**case.outputs, "bonus": case.outputs["bonus"] + 1}

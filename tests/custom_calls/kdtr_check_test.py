@@ -228,6 +228,7 @@ def test_help_and_wrong_flags(program: Path, tmp_path: Path):
     ([], "FILE is missing"),
     (["--lost", "x"], "--lost: unknown flag"),
     (["--case=-1", "x"], "--case=-1: must be the number of a case"),
+    (["--repeats=often", "x"], "must be a number of times"),
     (["--guard_bytes=1e3", "x"], "must be a number of bytes"),
   ):
     done = checker.run(program, *arguments, cwd=tmp_path)
