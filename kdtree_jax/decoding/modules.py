@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,14 @@ from flax import nnx
 
 Arrays = Any
 OnCompile = Callable[[str, float], None]
+
+# XLA's GPU compiler times two code generators for each fusion with a reduction, in each
+# program that it compiles, and takes the faster. They sum in different orders, and the
+# outcome is not kept: two programs may round a norm differently (openxla/xla#37902).
+# Matrix products are timed once a process.
+SAME_SUMS_OPTIONS: Mapping[str, str | bool] = types.MappingProxyType(
+  {"xla_gpu_experimental_enable_fusion_autotuner": False}
+)
 
 # Executables by what they were specialised for. Tracing a large model again for
 # every call would cost more than a short decode.
@@ -76,7 +85,7 @@ def compiled(
     args: arrays that show shapes, dtypes and structure.
     donate: index in `args` of the argument whose buffers are given up.
     on_compile: told the name and the seconds that compilation took.
-    options: of the compiler.
+    options: of the compiler, besides those that every program for a GPU gets.
 
   Returns:
     A function of `args` alone.
@@ -87,7 +96,8 @@ def compiled(
   devices = frozenset(
     device for x in leaves if getattr(x, "committed", False) for device in x.devices()
   )
-  chosen: dict[str, str | bool] = dict(options or {})
+  platforms = {d.platform for d in devices} or {jax.default_backend()}
+  chosen = {**(SAME_SUMS_OPTIONS if "gpu" in platforms else {}), **(options or {})}
   key = (function, static, structure, shapes, devices, tuple(chosen.items()))
   if key not in _EXECUTABLES:
     start = time.perf_counter()

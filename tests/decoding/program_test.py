@@ -240,6 +240,31 @@ def test_options_reach_the_compiler():
     modules.compiled("", jnp.add, (), args, 0, None, wrong)
 
 
+def test_programs_for_a_gpu_leave_no_sum_to_a_stopwatch(monkeypatch):
+  """XLA must know the option, and every program of a GPU must get it."""
+  given = []
+
+  class Lowered:
+    def compile(self, compiler_options):
+      given.append(compiler_options)
+      return lambda *args: None
+
+  class Jitted:
+    def lower(self, *args):
+      return Lowered()
+
+  x = jnp.ones(5)
+  modules.compiled("", jnp.sum, (), (x,), 0, None, modules.SAME_SUMS_OPTIONS)
+  monkeypatch.setattr(jax, "jit", lambda *args, **settings: Jitted())
+  for backend, expected in (
+    ("gpu", {**modules.SAME_SUMS_OPTIONS, "more": "1"}),
+    ("cpu", {"more": "1"}),
+  ):
+    monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+    modules.compiled("", jnp.negative, (), (x,), 0, None, {"more": "1"})
+    assert given.pop() == expected
+
+
 def test_each_device_gets_its_own_executable():
   """Arrays on another device than the first call's; needs two, so a process."""
   code = """
