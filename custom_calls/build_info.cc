@@ -28,7 +28,8 @@ std::string BuildInfo() {
 }  // namespace kdtree_jax
 
 // Keys:
-//   version                of kdtree_jax
+//   version                of kdtree_jax; first of all, the loader stops at another one
+//   interface              of the handlers: INTERFACE in kdtree_jax/ops/_library.py
 //   cuda                   version of nvcc
 //   architectures, ptx     compiled and intermediate code: ["sm_90a", "sm_120"], []
 //   jaxlib, ffi_api        whose headers these are, and their [major, minor]

@@ -26,6 +26,12 @@ REINSTALL = (
   "pip install --force-reinstall --no-deps ."
 )
 
+# What handlers are called with: their arguments, results and attributes. Raise it with
+# each change of these in `custom_calls/*_ffi.cc`; CMake reads it from this line. A
+# library of another number is refused, instead of being called with what it does not
+# expect.
+INTERFACE = 1
+
 # XLA target -> symbol of the handler.
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
@@ -54,6 +60,7 @@ class BuildInfo:
 
   Attributes:
     version: of kdtree_jax.
+    interface: `INTERFACE` of its sources.
     cuda: version of nvcc.
     architectures: of the compiled code, "sm_90a" and the like.
     ptx: of the intermediate code, "compute_90" and the like; usually none.
@@ -63,6 +70,7 @@ class BuildInfo:
   """
 
   version: str
+  interface: int
   cuda: str
   architectures: tuple[str, ...]
   ptx: tuple[str, ...]
@@ -104,7 +112,7 @@ def build_info() -> BuildInfo:
   """What the library tells about itself.
 
   Raises:
-    UnusableError: there is none, or it tells nothing.
+    UnusableError: there is none, or it belongs to other sources.
   """
   return _read_build_info(_open())
 
@@ -173,21 +181,43 @@ def _symbol(library: ctypes.CDLL, name: str) -> Any:
 
 
 def _read_build_info(library: ctypes.CDLL) -> BuildInfo:
+  """What a library says of itself, where it belongs to these sources.
+
+  Raises:
+    UnusableError: it belongs to others, or says nothing that can be read.
+  """
   function = _symbol(library, "kdtree_jax_build_info")
   function.restype = ctypes.c_char_p
-  fields = json.loads(function())
-  for name in ("architectures", "ptx", "ffi_api"):
-    fields[name] = tuple(fields[name])
-  return BuildInfo(**fields)
+  text = function()
+  try:
+    fields = json.loads(text)
+    version, interface = fields["version"], fields.get("interface")
+  except (TypeError, ValueError, KeyError, AttributeError) as error:
+    raise _of_other_sources(library, f"its build information is {text!r}") from error
+  # Before anything else is read: other versions have other fields.
+  if version != kdtree_jax.__version__:
+    raise UnusableError(
+      f"the library of CUDA custom calls belongs to kdtree_jax {version}, but "
+      f"this is {kdtree_jax.__version__}; {REINSTALL}"
+    )
+  if interface != INTERFACE:
+    raise _of_other_sources(library, f"its interface is {interface}, not {INTERFACE}")
+  try:
+    for name in ("architectures", "ptx", "ffi_api"):
+      fields[name] = tuple(fields[name])
+    return BuildInfo(**fields)
+  except (TypeError, KeyError) as error:
+    raise _of_other_sources(library, f"its build information has {error}") from error
+
+
+def _of_other_sources(library: ctypes.CDLL, why: str) -> UnusableError:
+  return UnusableError(
+    f"{library._name} was built from other sources ({why}); {REINSTALL}"
+  )
 
 
 def _check(info: BuildInfo) -> None:
-  """Raises UnusableError where a library does not fit this package or this jaxlib."""
-  if info.version != kdtree_jax.__version__:
-    raise UnusableError(
-      f"the library of CUDA custom calls belongs to kdtree_jax {info.version}, but "
-      f"this is {kdtree_jax.__version__}; {REINSTALL}"
-    )
+  """Raises UnusableError where a library does not fit this jaxlib."""
   known, jaxlib = ffi_api(), importlib.metadata.version("jaxlib")
   # XLA takes an older API of the same major version, but not a newer one.
   if known is not None and (info.ffi_api[0] != known[0] or info.ffi_api > known):

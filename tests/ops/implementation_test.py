@@ -24,6 +24,7 @@ class Gpu:
 def info(*architectures: str, ptx: tuple[str, ...] = ()) -> _library.BuildInfo:
   return _library.BuildInfo(
     version="1",
+    interface=1,
     cuda="13.0.88",
     architectures=architectures,
     ptx=ptx,

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
 import shutil
+import types
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import pytest
 
 import kdtree_jax
+from kdtree_jax import ops
 from kdtree_jax.ops import _implementation, _library
+from tests.ops.custom_calls import need_library
 
 SOURCES = pathlib.Path(__file__).parents[2] / "custom_calls"
 FITTING = _library.BuildInfo(
   version=kdtree_jax.__version__,
+  interface=_library.INTERFACE,
   cuda="13.0.88",
   architectures=("sm_90a", "sm_120"),
   ptx=(),
@@ -73,16 +79,85 @@ def test_a_library_of_something_else_is_named_with_what_it_lacks(folders):
 
 
 def test_a_missing_handler_is_named(monkeypatch: pytest.MonkeyPatch):
-  if _library.why_not() is not None:
-    pytest.skip(_library.why_not())
+  need_library()
   monkeypatch.setitem(_library.TARGETS, "kdtree_jax.new", "KdtreeNew")
   assert "lacks KdtreeNew: " in _library.why_not.__wrapped__()
 
 
-def test_a_library_of_another_version_is_refused_with_both_versions():
-  with pytest.raises(_library.UnusableError) as error:
-    _library._check(dataclasses.replace(FITTING, version="0.0.1"))
-  assert f"kdtree_jax 0.0.1, but this is {kdtree_jax.__version__};" in str(error.value)
+@pytest.fixture
+def pretend(folders, monkeypatch):
+  """Takes a library that says a given text of itself, and has no handlers."""
+
+  def take(text: str | bytes) -> None:
+    told = text.encode() if isinstance(text, str) else text
+    monkeypatch.setattr(
+      _library,
+      "_open",
+      lambda: types.SimpleNamespace(_name="some.so", kdtree_jax_build_info=Told(told)),
+    )
+
+  return take
+
+
+@dataclasses.dataclass
+class Told:
+  """A function of ctypes, as far as the loader uses it."""
+
+  text: bytes
+  restype: object = None
+
+  def __call__(self) -> bytes:
+    return self.text
+
+
+def fields(**changes) -> str:
+  told = dataclasses.asdict(FITTING) | changes
+  return json.dumps({name: value for name, value in told.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    (
+      fields(version="0.0.1"),
+      f"belongs to kdtree_jax 0.0.1, but this is {kdtree_jax.__version__};",
+    ),
+    # Another version may tell of other things.
+    (fields(version="0.0.1", ptx=None, interface=None, more=[1]), "kdtree_jax 0.0.1,"),
+    (fields(interface=None), f"its interface is None, not {_library.INTERFACE}"),
+    (
+      fields(interface=_library.INTERFACE + 1),
+      f"its interface is {_library.INTERFACE + 1}, not {_library.INTERFACE}",
+    ),
+    (fields(more=1), "unexpected keyword argument 'more'"),
+    (fields(jaxlib=None), "missing 1 required positional argument: 'jaxlib'"),
+    (fields(ptx=None), "its build information has 'ptx'"),
+    (fields(ptx=3), "its build information has 'int' object is not iterable"),
+    (fields(version=None), "its build information is b'{"),
+    ("{", "its build information is b'{'"),
+    ("[]", "its build information is b'[]'"),
+    (b"\xff", "its build information is b'\\xff'"),
+  ],
+)
+def test_a_library_of_other_sources_is_refused(pretend, capsys, text, words):
+  pretend(text)
+  obstacle = _library.why_not()
+  assert words in obstacle and obstacle.endswith(_library.REINSTALL)
+  with pytest.raises(_library.UnusableError, match="pip install"):
+    _library.build_info()
+  # And nothing else is disturbed by it.
+  values = jnp.array([[[1.0, 3.0, 2.0]]])
+  assert ops.best_token(values).tolist() == [[1]]
+  with pytest.raises(NotImplementedError, match="pip install"):
+    ops.best_token(values, implementation="cuda")
+  kdtree_jax.print_environment()
+  assert words in capsys.readouterr().out
+
+
+def test_what_a_library_says_is_read(pretend):
+  pretend(fields())
+  assert _library.build_info() == FITTING
+  assert "some.so lacks Kdtree" in _library.why_not()
 
 
 @pytest.mark.parametrize(
@@ -122,12 +197,11 @@ def test_the_ffi_version_is_read_from_the_headers(monkeypatch, tmp_path):
   assert _library.ffi_api() is None
 
 
-def test_the_installed_library_is_of_this_version():
-  try:
-    info = _library.build_info()
-  except _library.UnusableError as error:
-    pytest.skip(str(error))
+def test_the_installed_library_is_of_these_sources():
+  need_library()
+  info = _library.build_info()
   assert info.version == kdtree_jax.__version__
+  assert info.interface == _library.INTERFACE
   assert info.ffi_api <= _library.ffi_api()
   assert _library.why_not() is None
 
