@@ -13,102 +13,21 @@ have no default: a missing one is a `TypeError` from the constructor, or a
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal
 
-from kdtree_jax._validation import (
-  ConfigError,
-  check,
-  is_integer,
-  is_number,
-  one_of,
-  positive,
-)
+from kdtree_jax._config_base import DictMixin, YarnConfig
+from kdtree_jax._decode_config import DecodeConfig, TreeConfig
+from kdtree_jax._validation import ConfigError, check, is_integer, one_of, positive
 
-
-class DictMixin:
-  """Reads a configuration from a plain mapping, and writes it back."""
-
-  @classmethod
-  def from_dict(cls, data: Mapping[str, Any]) -> Self:
-    """Builds the configuration from a mapping of its field names.
-
-    Args:
-      data: field names to values; nested configurations as mappings, tuples
-        as lists.
-
-    Raises:
-      ConfigError: a field without default is missing, or a name is unknown.
-    """
-    if not isinstance(data, Mapping):
-      raise ConfigError(
-        f"{cls.__name__} is read from a mapping, not from {type(data).__name__}"
-      )
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(data) - set(fields))
-    if unknown:
-      raise ConfigError(
-        f"{cls.__name__} has no field {unknown[0]!r}; its fields are {sorted(fields)}"
-      )
-    missing = [
-      name
-      for name, f in fields.items()
-      if f.default is dataclasses.MISSING
-      and f.default_factory is dataclasses.MISSING
-      and name not in data
-    ]
-    if missing:
-      raise ConfigError(
-        f"{cls.__name__} needs the field {missing[0]!r}, which is missing "
-        "(it changes the model's numbers, so there is no default)"
-      )
-    values = dict(data)
-    scaling = values.get("rope_scaling")
-    if isinstance(scaling, Mapping):
-      values["rope_scaling"] = YarnConfig.from_dict(scaling)
-    eos = values.get("eos_token_id", ())
-    if isinstance(eos, int) or eos is None:  # Hugging Face writes one id, or null
-      values["eos_token_id"] = () if eos is None else (eos,)
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return cls(**values)
-
-  def to_dict(self) -> dict[str, Any]:
-    """The inverse of `from_dict`: plain values that JSON can hold."""
-    return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnConfig(DictMixin):
-  """YaRN context extension (arXiv 2309.00071), as DeepSeek-V3 uses it.
-
-  Attributes:
-    factor: context extension factor.
-    original_max_position_embeddings: context length before extension, tokens.
-    beta_fast: rotations at and above which a frequency is left as it is.
-    beta_slow: rotations at and below which it is divided by `factor`.
-    mscale: amplitude numerator; cos and sin are multiplied by
-      `yarn(mscale) / yarn(mscale_all_dim)`, 1 for every published model.
-    mscale_all_dim: its square, as `0.1 * mscale_all_dim * ln(factor) + 1`,
-      multiplies the softmax scale of the target; 0 means no change.
-  """
-
-  factor: float
-  original_max_position_embeddings: int
-  beta_fast: float
-  beta_slow: float
-  mscale: float
-  mscale_all_dim: float
-
-  def __post_init__(self) -> None:
-    positive(self, "original_max_position_embeddings")
-    check(self.factor >= 1, "rope_scaling.factor", self.factor, "it must be 1 or more")
-
-  def amplitude(self, mscale: float) -> float:
-    """`0.1 * mscale * ln(factor) + 1` (modeling_deepseek.py, yarn_get_mscale)."""
-    if self.factor <= 1 or mscale == 0:
-      return 1.0
-    return 0.1 * mscale * math.log(self.factor) + 1.0
+__all__ = [
+  "ConfigError",
+  "DecodeConfig",
+  "DictMixin",
+  "DrafterConfig",
+  "ModelConfig",
+  "TreeConfig",
+  "YarnConfig",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,115 +320,3 @@ class DrafterConfig(DictMixin):
   def max_depth(self) -> int:
     """Rows of logits of one pass: the depth of the deepest tree."""
     return self.block_size - 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeConfig(DictMixin):
-  """Size of a draft tree.
-
-  Attributes:
-    budget: nodes without the root, 0 or more.
-    max_depth: deepest node, in tokens after the root; None for as deep as the
-      drafter proposes.
-  """
-
-  budget: int
-  max_depth: int | None = None
-
-  def __post_init__(self) -> None:
-    check(
-      is_integer(self.budget) and self.budget >= 0,
-      "budget",
-      self.budget,
-      "it counts tree nodes without the root, so it must be 0 or more",
-    )
-    if self.max_depth is not None:
-      check(self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeConfig(DictMixin):
-  """How prompts are decoded.
-
-  Attributes:
-    method: "plain" (one token a round), "chain" (the drafter's top-1 path) or
-      "ddtree" (the best draft tree under the budget).
-    budget: tree nodes without the root. For "chain" the longest chain; None
-      means as long as the drafter proposes ("chain") or 16 ("ddtree").
-    rows: static number of rows per sequence of the verify step. Level 1 of
-      the exactness contract holds for equal `rows` and `slots`. None means
-      1 + budget rounded up to a multiple of 8 (1 for "plain").
-    slots: sequences decoded at once; None means all prompts, at most 8.
-    max_new_tokens: tokens generated per prompt at most, the first included.
-    temperature: 0 decodes greedily.
-    top_p: nucleus mass in (0, 1]; 1 keeps all tokens. No effect when greedy.
-    seed: seed of the sampling noise, 0 .. 2**32 - 1.
-    stop_token_ids: tokens that end a sequence; None takes the target's
-      `eos_token_id`, () stops at none.
-    chunk_rounds: rounds per compiled call; committed tokens reach the host
-      after each call.
-    cache_len: positions of the cache per slot; None means just enough.
-    prefill_chunk: prompt tokens per forward pass of the prefill.
-    return_logits: also return the raw logits of every committed token.
-    return_trees: also return each round's tree, drafter logits and path.
-    implementation: "auto", "xla" or "cuda" form of the ops.
-    capture_loop: on a GPU, record the whole loop of rounds as one CUDA graph; else
-      each round is started by the host, which looks whether to go on. The results
-      are the same. While it is on, the loop's part of XLA's own setting
-      (`--xla_gpu_enable_command_buffer`) is replaced.
-  """
-
-  method: Literal["plain", "chain", "ddtree"] = "ddtree"
-  budget: int | None = None
-  rows: int | None = None
-  slots: int | None = None
-  max_new_tokens: int = 128
-  temperature: float = 0.0
-  top_p: float = 1.0
-  seed: int = 0
-  stop_token_ids: tuple[int, ...] | None = None
-  chunk_rounds: int = 16
-  cache_len: int | None = None
-  prefill_chunk: int = 64
-  return_logits: bool = False
-  return_trees: bool = False
-  implementation: Literal["auto", "xla", "cuda"] = "auto"
-  capture_loop: bool = True
-
-  def __post_init__(self) -> None:
-    one_of(self, "method", ("plain", "chain", "ddtree"))
-    one_of(self, "implementation", ("auto", "xla", "cuda"))
-    if self.budget is not None:
-      TreeConfig(budget=self.budget)
-    for field in ("rows", "slots", "cache_len"):
-      if getattr(self, field) is not None:
-        positive(self, field)
-    positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
-    for field in ("return_logits", "return_trees", "capture_loop"):
-      one_of(self, field, (True, False))
-    check(
-      self.stop_token_ids is None or isinstance(self.stop_token_ids, tuple),
-      "stop_token_ids",
-      self.stop_token_ids,
-      "it must be a tuple of token ids, or None",
-    )
-    check(
-      is_number(self.temperature)
-      and math.isfinite(self.temperature)
-      and self.temperature >= 0,
-      "temperature",
-      self.temperature,
-      "it must be 0 (greedy) or a positive finite number",
-    )
-    check(
-      is_number(self.top_p) and 0 < self.top_p <= 1,
-      "top_p",
-      self.top_p,
-      "it is a probability mass in (0, 1]",
-    )
-    check(
-      is_integer(self.seed) and 0 <= self.seed < 2**32,
-      "seed",
-      self.seed,
-      "it must be an integer from 0 to 2**32 - 1",
-    )
