@@ -26,6 +26,21 @@ from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
+# Ops of a round that take `Program.implementation`, the target's among them.
+OPS = (
+  "tree_attention",
+  "rope_keys",
+  "rope_queries",
+  "ancestors",
+  "build_tree",
+  "chain_tree",
+  "best_token",
+  "accept_tree",
+  "token_log_probs",
+  "emit",
+  "compact",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:

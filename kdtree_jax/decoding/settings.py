@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from kdtree_jax.config import ConfigError, DecodeConfig
+from kdtree_jax.decoding.rounds import OPS
 from kdtree_jax.drafter.base import check_drafter
 from kdtree_jax.model.cache import round_up
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._tree_attention_cuda import MAX_NODES
 
 DEFAULT_TREE_BUDGET = 16
 MOST_SLOTS = 8
@@ -50,7 +52,7 @@ def complete(
       the field.
     NotImplementedError: an implementation that cannot run here.
   """
-  _implementation.check_runs("tree_attention", config.implementation)
+  check_implementation(config.implementation)
   if config.method == "plain":
     if drafter is not None:
       raise ConfigError('drafter must be None for method = "plain"')
@@ -75,6 +77,8 @@ def complete(
     raise ConfigError(
       f"budget = {budget} needs {budget + 1} rows (the root is one); rows = {rows}"
     )
+  if config.implementation == "cuda":
+    _check_cuda_limits(rows, config.prefill_chunk)
   # The budget limits the tree at run time; only rows and depth make a new program.
   depth = min(max_depth, rows - 1)
   longest = max(len(p) for p in prompts)
@@ -100,6 +104,27 @@ def complete(
   return Settings(
     config, config.method, budget, depth, rows, slots, capacity, tuple(stop)
   )
+
+
+def check_implementation(implementation: str) -> None:
+  """Checks that rounds can run on JAX's default device, before any is compiled.
+
+  Raises:
+    ValueError: an unknown name.
+    NotImplementedError: an op of a round cannot run so; the message says why.
+  """
+  for op in OPS:
+    _implementation.check_runs(op, implementation)
+
+
+def _check_cuda_limits(rows: int, prefill_chunk: int) -> None:
+  for name, value in (("rows", rows), ("prefill_chunk", prefill_chunk)):
+    if value > MAX_NODES:
+      raise ConfigError(
+        f"{name} = {value} is too large for implementation = 'cuda': its attention "
+        f"takes at most {MAX_NODES} rows per sequence; implementation = 'auto' or "
+        "'xla' has no such limit"
+      )
 
 
 def _budget(config: DecodeConfig, max_depth: int) -> int:

@@ -14,6 +14,7 @@ import kdtree_jax as kd
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import DecodeResult
 from kdtree_jax.decoding.compare import first_difference
+from kdtree_jax.decoding.rounds import OPS
 from kdtree_jax.demo import load_demo, load_prompts
 from kdtree_jax.ops import _implementation
 from tests.decoding.models import (
@@ -39,8 +40,8 @@ DTYPES = ("float32", "bfloat16")
 # A part of the product, each value once.
 CROSSED = [("float32", COOL), ("bfloat16", GREEDY)]
 
-# Ops that every round of tree decoding takes, if they have a CUDA form.
-ROUND_OPS = ("accept_tree", "build_tree", "compact", "tree_attention")
+# Ops of a sampled round of tree decoding.
+ROUND_OPS = sorted(set(OPS) - {"best_token", "chain_tree"})
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +65,10 @@ def programs(monkeypatch):
 
 @pytest.mark.parametrize("implementation", ["auto", "cuda"])
 def test_the_rounds_run_the_custom_calls(programs, implementation):
-  if implementation == "cuda" and not _implementation.CUDA_OPS.issuperset(ROUND_OPS):
-    pytest.skip("not every op of a round has a CUDA form yet")
+  assert _implementation.CUDA_OPS.issuperset(ROUND_OPS)
   drafter = Mixed.create("dflash")
   decode(drafter, max_new_tokens=2, implementation=implementation, **COOL)
-  for op in _implementation.CUDA_OPS.intersection(ROUND_OPS):
+  for op in ROUND_OPS:
     assert f"kdtree_jax.{op}" in programs["ddtree rounds"], op
   assert "kdtree_jax.compact" in programs["prefill"]
 

@@ -19,11 +19,12 @@ from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import modules
 from kdtree_jax.decoding.compare import first_difference
 from kdtree_jax.decoding.prefill import PrefillState, prefill_chunk
-from kdtree_jax.decoding.rounds import Program, run_rounds
+from kdtree_jax.decoding.rounds import OPS, Program, run_rounds
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.state import DecodeState, Limits
 from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.ops import _implementation
 from tests.decoding.models import (
   CONFIG,
   NEW,
@@ -39,6 +40,7 @@ from tests.decoding.models import (
   true_script,
   watch_calls,
 )
+from tests.ops.custom_calls import cuda_text, need_library
 
 SAMPLING = {"temperature": 1.0}
 
@@ -61,6 +63,26 @@ def watched(monkeypatch):
 
   watch_calls(monkeypatch, call)
   return calls
+
+
+def test_the_listed_ops_are_those_of_a_round():
+  need_library()
+  drafter = Mixed.create("dflash")
+  cache = LatentCache.empty(CONFIG, SLOTS, 128, jnp.dtype("float32"))
+  drafter_state = drafter.init_state(SLOTS, cache.capacity)
+  state = DecodeState.empty(cache, drafter_state, NEW, VOCAB, False)
+  limits = Limits(jnp.full((4,), -1), jnp.asarray(128), jnp.asarray(ROWS - 1))
+  program = Program("ddtree", ROWS, ROWS - 1, 0, "cuda")
+  sampler = Sampler.create(0.0, 1.0, 0)
+
+  def rounds(state):
+    return run_rounds(target(), drafter, state, sampler, limits, 2, program)
+
+  text = cuda_text(rounds, state)
+  called = set(re.findall(r"@kdtree_jax\.(\w+)", text))
+  # A chain is built by the call that builds trees.
+  assert called == set(OPS) - {"chain_tree"}
+  assert set(OPS) <= _implementation.CUDA_OPS
 
 
 @pytest.mark.parametrize("drafter", [None, "dflash"])

@@ -11,9 +11,11 @@ import pytest
 
 import kdtree_jax as kd
 from kdtree_jax.config import ConfigError, DecodeConfig
+from kdtree_jax.decoding.rounds import OPS
 from kdtree_jax.decoding.settings import check_prompts, complete
 from kdtree_jax.drafter import DFlash, NGram, Scripted
 from kdtree_jax.model.state_dict import target_from_state_dict
+from kdtree_jax.ops import _implementation
 from tests.decoding.models import CONFIG, DEPTH, VOCAB, WEIGHTS, drafter_config, target
 
 DRAFTER = NGram(VOCAB, depth=DEPTH)
@@ -179,3 +181,33 @@ def test_prompts_may_be_arrays_and_tuples():
   for prompts in (((0, 96),), [np.array([0, 96], np.uint8)], np.array([[0, 96]])):
     (checked,) = check_prompts(prompts, VOCAB)
     assert checked.dtype == np.int32 and checked.tolist() == [0, 96]
+
+
+@pytest.fixture
+def checked(monkeypatch):
+  """(op, implementation) that were found to run here, as all do."""
+  calls = []
+  monkeypatch.setattr(_implementation, "check_runs", lambda *call: calls.append(call))
+  return calls
+
+
+@pytest.mark.parametrize(
+  ("fields", "name"),
+  [
+    ({"rows": 129}, "rows = 129 "),
+    ({"budget": 128}, "rows = 136 "),
+    ({"prefill_chunk": 129}, "prefill_chunk = 129 "),
+  ],
+)
+def test_what_attention_on_cuda_cannot_take_is_named(checked, fields, name):
+  with pytest.raises(ConfigError, match=f"^{name}.*at most 128 rows") as error:
+    settings(implementation="cuda", **fields)
+  assert "'auto' or 'xla'" in str(error.value)
+  for implementation in ("auto", "xla"):
+    settings(implementation=implementation, **fields)
+  settings(implementation="cuda", rows=128, prefill_chunk=128)
+
+
+def test_every_op_of_a_round_is_asked_whether_it_runs(checked):
+  settings(implementation="cuda")
+  assert checked == [(op, "cuda") for op in OPS]
