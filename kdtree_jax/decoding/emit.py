@@ -111,6 +111,7 @@ def _cuda(
     "kdtree_jax.emit",
     [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
     input_output_aliases={i: i for i in range(len(updated))},
+    vmap_method="sequential",
   )
   *new, length, lengths, kept, path_tokens = call(
     *updated,

@@ -110,12 +110,15 @@ def dispatch(
 ) -> Any:
   """Calls the form of an op that `resolve` names.
 
+  Whatever the form, the derivative is the XLA form's. The forms may close over static
+  values, but not over traced ones.
+
   Args:
     op: name of the op.
     implementation: as in `resolve`.
     cuda: the form for programs for CUDA.
     xla: the form for all platforms.
-    *arguments: arrays that either form takes.
+    *arguments: pytrees of arrays that either form takes.
 
   Raises:
     ValueError, NotImplementedError: as `resolve`, and a GPU as default device that
@@ -125,10 +128,25 @@ def dispatch(
   if chosen == "xla":
     return xla(*arguments)
   _check_gpu(op, implementation)
+  cuda = with_derivative_of(xla, cuda)
   if chosen == "cuda":
     _check_arrays(op, arguments)
     return jax.lax.platform_dependent(*arguments, cuda=cuda)
   return jax.lax.platform_dependent(*arguments, cuda=cuda, default=xla)
+
+
+def with_derivative_of(
+  xla: Callable[..., Any], cuda: Callable[..., Any]
+) -> Callable[..., Any]:
+  """`cuda`, differentiated as `xla`: custom calls have no derivative of their own."""
+  function = jax.custom_jvp(cuda)
+
+  @function.defjvp
+  def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    # `function`, not `cuda`: a second derivative passes through here again.
+    return function(*primals), jax.jvp(xla, primals, tangents)[1]
+
+  return function
 
 
 def _obstacle(op: str) -> str | None:
@@ -172,16 +190,3 @@ def _check_arrays(op: str, arguments: Any) -> None:
             f"implementation='cuda' of {op} needs its arrays on an NVIDIA GPU, but "
             f"one is on {device}; implementation='xla' or 'auto' runs on every device"
           )
-
-
-def with_derivative_of(
-  xla: Callable[..., Any], cuda: Callable[..., Any]
-) -> Callable[..., Any]:
-  """`cuda`, differentiated as `xla`: custom calls have no derivative of their own."""
-  function = jax.custom_jvp(cuda)
-
-  @function.defjvp
-  def _derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    return cuda(*primals), jax.jvp(xla, primals, tangents)[1]
-
-  return function

@@ -88,6 +88,7 @@ def attend(
       jax.ShapeDtypeStruct((B, rows, chunks), jnp.float32),
       jax.ShapeDtypeStruct((B, rows, chunks), jnp.float32),
     ),
+    vmap_method="sequential",
   )
   ancestors, depths, lengths = (
     x.astype(jnp.int32) for x in (ancestors, depths, lengths)

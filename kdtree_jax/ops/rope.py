@@ -143,7 +143,7 @@ def rope(
   return _implementation.dispatch(
     "rope",
     implementation,
-    _implementation.with_derivative_of(xla, cuda),
+    cuda,
     xla,
     x,
     positions,

@@ -73,6 +73,7 @@ def rope_queries(
     call = jax.ffi.ffi_call(
       "kdtree_jax.rope_queries",
       jax.ShapeDtypeStruct((B, N, H, R + features), q.dtype),
+      vmap_method="sequential",
       input_layouts=(heads_outermost, *[None] * (2 + len(tables))),
     )
     attributes |= {"interleave": int(interleave), "offset": offset}
@@ -81,7 +82,7 @@ def rope_queries(
   return _implementation.dispatch(
     "rope_queries",
     implementation,
-    _implementation.with_derivative_of(xla, cuda),
+    cuda,
     xla,
     absorbed,
     q,
@@ -148,7 +149,9 @@ def rope_keys(
   def cuda(kv, weight, positions, cos, sin):
     tables, attributes = rope_angles(cos, sin, frequencies)
     call = jax.ffi.ffi_call(
-      "kdtree_jax.rope_keys", jax.ShapeDtypeStruct(kv.shape, kv.dtype)
+      "kdtree_jax.rope_keys",
+      jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+      vmap_method="sequential",
     )
     attributes |= {"interleave": int(interleave), "eps": float(eps)}
     return call(kv, weight, positions, *tables, **attributes)
@@ -156,7 +159,7 @@ def rope_keys(
   return _implementation.dispatch(
     "rope_keys",
     implementation,
-    _implementation.with_derivative_of(xla, cuda),
+    cuda,
     xla,
     kv,
     weight,
