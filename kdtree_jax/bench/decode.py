@@ -15,6 +15,7 @@ from typing import Any
 from kdtree_jax.bench import report as reports
 from kdtree_jax.bench.rounds import FORWARD, PARTS, Effort, Rounds, Start
 from kdtree_jax.config import DecodeConfig
+from kdtree_jax.decoding.settings import check_implementation
 from kdtree_jax.model.target import Target
 
 BAR_US = 150.0  # all that is no forward pass, at budget 64 and Kimi's vocabulary
@@ -46,16 +47,22 @@ def run(
 
   Returns:
     The report; `measurements` has one entry per method.
+
+  Raises:
+    ValueError: so many rounds may fill more positions than the target has.
+    NotImplementedError: an implementation that cannot run here.
   """
+  check_implementation(base.implementation)
   effort = effort or Effort()
   ways: list[tuple[str, int | None]] = [("plain", None), ("chain", None)]
   ways += [("ddtree", budget) for budget in sorted(set(budgets))]
   start = Start.create(target, drafter, prompt, rounds, base.implementation)
   log("prompt read")
-  measurements = []
+  measurements, captured = [], True
   for method, budget in ways:
     config = dataclasses.replace(base, method=method, budget=budget, rows=None)
     timed = Rounds(start, config, effort)
+    captured &= timed.captured
     measured = timed.loop()
     parts = timed.parts()
     parts["loop"] = measured["round_us"] - sum(parts.values())
@@ -89,7 +96,7 @@ def run(
       "rounds": rounds,
       "T": base.temperature,
       "ops": base.implementation,
-      "captured": base.capture_loop,
+      "captured": captured,
     },
     "measurements": measurements,
   }

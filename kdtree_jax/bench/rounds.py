@@ -113,6 +113,11 @@ class Rounds:
     config: method, budget, temperature, seed and implementation. Rows are those
       that `kdtree_jax.decode` takes by default.
     effort: how much to measure.
+
+  Attributes:
+    program: what the loop is compiled for.
+    budget: tree nodes without the root.
+    captured: whether the loop is compiled to run as one CUDA graph.
   """
 
   def __init__(self, start: Start, config: DecodeConfig, effort: Effort):
@@ -130,8 +135,9 @@ class Rounds:
     )
     self.budget = budget
     # As `kdtree_jax.decode` compiles its loop.
-    captured = config.capture_loop and jax.default_backend() == "gpu"
-    self._options: Any = dict(CAPTURED_LOOP_OPTIONS) if captured else None
+    on_gpu = all(d.platform == "gpu" for d in start.state.root.devices())
+    self.captured = config.capture_loop and on_gpu
+    self._options: Any = dict(CAPTURED_LOOP_OPTIONS) if self.captured else None
     self._sampler = Sampler.create(config.temperature, config.top_p, config.seed)
     self._limits = Limits(
       stop_tokens=jnp.full((4,), -1, jnp.int32),

@@ -17,12 +17,22 @@ from kdtree_jax.training.config import Experiment
 if TYPE_CHECKING:
   from kdtree_jax.model.target import Target
 
-SUITES = ("acceptance", "exactness", "speed", "kernels", "decode")
+_PAIR = ("config", "target", "drafter", "dtype", "seed", "implementation")
+_TEXTS = (*_PAIR, "prompt_set", "num_prompts", "max_new_tokens")
+_TREES = ("temperatures", "budgets", "slots", "rows")
+# What each suite takes besides --output_dir; any other flag is refused.
+SUITES = {
+  "acceptance": (*_TEXTS, *_TREES),
+  "exactness": (*_TEXTS, *_TREES, "scale", "min_tokens", "max_seconds"),
+  "speed": (*_TEXTS, *_TREES, "repetitions", "stages"),
+  "kernels": ("kernels",),
+  "decode": (*_PAIR, "prompt_set", "temperatures", "budgets", "model", "rounds"),
+}
 
 
 def define_flags() -> None:
   """Declares the flags of this program (none exist before `run`)."""
-  flags.DEFINE_enum("suite", None, SUITES, "What to measure.")
+  flags.DEFINE_enum("suite", None, list(SUITES), "What to measure.")
   flags.DEFINE_string("output_dir", "build/bench", "Folder of the JSON and the plots.")
   flags.DEFINE_string("target", None, "KDTR file of the target; the demo's if unset.")
   flags.DEFINE_string("drafter", None, "KDTR file of its drafter.")
@@ -73,6 +83,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     raise ValueError(f"unexpected argument {positional[1]!r}; is a flag misspelt?")
   if flags.FLAGS.suite is None:
     raise ValueError(f"--suite is needed, one of {', '.join(SUITES)}")
+  _refuse_other_flags(flags.FLAGS.suite)
   folder = Path(flags.FLAGS.output_dir)
   folder.mkdir(parents=True, exist_ok=True)
   cli_flags.enable_compilation_cache()
@@ -87,12 +98,23 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
   return suites[flags.FLAGS.suite](folder, decode)
 
 
+def _refuse_other_flags(suite: str) -> None:
+  """Raises where a flag was given that the suite would not heed."""
+  known = {"config", *(name for names in SUITES.values() for name in names)}
+  for name in sorted(known - set(SUITES[suite])):
+    if flags.FLAGS[name].present:
+      takes = ", ".join(f"--{other}" for other in SUITES[suite])
+      raise ValueError(f"--{name}: --suite={suite} does not take it; it takes {takes}")
+
+
 def _acceptance(folder: Path, decode: DecodeConfig | None) -> int:
   from kdtree_jax.bench import acceptance, plots, report
 
   slots = _numbers("slots", int, (8,))
   if len(slots) != 1:
-    raise ValueError(f"--slots={slots}: acceptance takes one number")
+    raise ValueError(
+      f"--slots={','.join(flags.FLAGS.slots)}: acceptance takes one number"
+    )
   target, drafter, tokenizer = _load_models(flags.FLAGS.dtype or "float32")
   prompt_set = flags.FLAGS.prompt_set or "humaneval"
   result = acceptance.run(
@@ -163,9 +185,7 @@ def _speed(folder: Path, decode: DecodeConfig | None) -> int:
 
   if flags.FLAGS.rows is not None or list(_numbers("slots", int, (1,))) != [1]:
     raise ValueError("speed decodes one sequence, each method at its own rows")
-  temperatures = _numbers("temperatures", float, (0.0,))
-  if len(temperatures) != 1:
-    raise ValueError(f"--temperatures={temperatures}: speed takes one number")
+  temperature = _temperature(0.0)
   target, drafter, tokenizer = _load_models(flags.FLAGS.dtype or "float32")
   prompt_set = flags.FLAGS.prompt_set or "humaneval"
   result = speed.run(
@@ -173,7 +193,7 @@ def _speed(folder: Path, decode: DecodeConfig | None) -> int:
     drafter,
     _prompts(target, tokenizer, prompt_set, 8),
     budgets=_numbers("budgets", int, speed.BUDGETS),
-    temperature=temperatures[0],
+    temperature=temperature,
     repetitions=flags.FLAGS.repetitions,
     stage_repeats=20 if flags.FLAGS.stages else 0,
     base=_base(decode or DecodeConfig()),
@@ -188,7 +208,7 @@ def _speed(folder: Path, decode: DecodeConfig | None) -> int:
 
 
 def _kernels(folder: Path, decode: DecodeConfig | None) -> int:
-  del decode
+  del decode  # No --config comes so far.
   import jax
 
   from kdtree_jax.bench import kernel_cases, kernels, plots, report, timing
@@ -219,23 +239,29 @@ def _decode(folder: Path, decode: DecodeConfig | None) -> int:
   from kdtree_jax.bench import decode as suite
   from kdtree_jax.bench import plots, report
   from kdtree_jax.bench.kimi_like import kimi_like
+  from kdtree_jax.decoding.settings import check_implementation
 
   name = flags.FLAGS.model
+  for flag in ("target", "drafter", "prompt_set"):
+    if name != "demo" and flags.FLAGS[flag].present:
+      raise ValueError(f"--{flag}: --model={name} makes a pair and a prompt of its own")
   dtype = flags.FLAGS.dtype or "bfloat16"
+  base = _base(decode or DecodeConfig(), slots=1)
+  base = dataclasses.replace(base, temperature=_temperature(base.temperature))
+  check_implementation(base.implementation)
   if name == "demo":
     target, drafter, tokenizer = _load_models(dtype)
     prompt_set = flags.FLAGS.prompt_set or "humaneval"
-    (prompt,) = _prompts(target, tokenizer, prompt_set, 1)[:1]
+    (prompt,) = _prompts(target, tokenizer, prompt_set, 1)
   else:
     target, drafter, prompt = kimi_like(dtype)
-  budgets = _numbers("budgets", int, (64,))
   result = suite.run(
     target,
     drafter,
     prompt,
-    budgets=budgets,
+    budgets=_numbers("budgets", int, (64,)),
     rounds=flags.FLAGS.rounds,
-    base=_base(decode or DecodeConfig(), slots=1),
+    base=base,
     log=_log,
   )
   result["settings"] = {"model": name} | result["settings"]
@@ -254,6 +280,17 @@ def _base(config: DecodeConfig, slots: int | None = None) -> DecodeConfig:
     if flags.FLAGS[name].value is not None:
       changes[name] = flags.FLAGS[name].value
   return dataclasses.replace(config, **changes)
+
+
+def _temperature(default: float) -> float:
+  """The one value of --temperatures."""
+  temperatures = _numbers("temperatures", float, (default,))
+  if len(temperatures) != 1:
+    raise ValueError(
+      f"--temperatures={','.join(flags.FLAGS.temperatures)}: "
+      f"{flags.FLAGS.suite} takes one number"
+    )
+  return temperatures[0]
 
 
 def _numbers(

@@ -22,6 +22,7 @@ from kdtree_jax.bench.rounds import (
 )
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding.rounds import one_round
+from kdtree_jax.ops import _implementation
 from tests.decoding import models
 
 EFFORT = Effort(calls=2, runs=2, seconds=1e-4, warmups=1)
@@ -59,6 +60,27 @@ def test_a_round_is_the_sum_of_its_parts(measured):
     assert sum(parts[p] for p in FORWARD) == pytest.approx(m["forward_us"])
     assert sum(parts[p] for p in OVERHEAD) == pytest.approx(m["overhead_us"])
     assert m["round_us_low"] <= m["round_us"] <= m["round_us_high"]
+
+
+def test_captured_is_what_was_done(measured):
+  on_gpu = jax.default_backend() == "gpu"
+  assert measured["settings"]["captured"] == on_gpu
+  start = Start.create(models.target(), models.dflash(), PROMPT, 2, "auto")
+  for asked in (True, False):
+    timed = Rounds(start, DecodeConfig(capture_loop=asked), EFFORT)
+    assert timed.captured == (asked and on_gpu)
+    assert (timed._options is not None) == timed.captured
+
+
+def test_cuda_that_cannot_run_is_refused_before_anything_runs(monkeypatch):
+  monkeypatch.setattr(Start, "create", None)
+
+  def check_runs(op, implementation):
+    raise NotImplementedError(f"{implementation} of {op} cannot run")
+
+  monkeypatch.setattr(_implementation, "check_runs", check_runs)
+  with pytest.raises(NotImplementedError, match="cuda of tree_attention cannot run"):
+    suite.run(None, None, PROMPT, base=DecodeConfig(implementation="cuda"))
 
 
 def test_nothing_goes_to_the_host(measured):

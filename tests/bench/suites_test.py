@@ -11,9 +11,11 @@ import sys
 
 import numpy as np
 import pytest
+from absl import flags
 
 from kdtree_jax.bench import acceptance, plots, report, speed
 from kdtree_jax.bench.stages import STAGES, StageTimer
+from kdtree_jax.cli import bench as cli
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import DecodeResult, SequenceResult, Stats
 from kdtree_jax.drafter import NGram
@@ -228,16 +230,38 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    ((), "--suite is needed"),
+    ((), "--suite is needed, one of acceptance, exactness, speed, kernels, decode"),
     (("--suite=speed", "--slots=1,2"), "speed decodes one sequence"),
     (("--suite=exactness", "--budgets=7,x"), "--budgets=7,x is not allowed"),
+    (("--suite=acceptance", "--rounds=3"), "--rounds: --suite=acceptance does not"),
+    (("--suite=kernels", "--seed=1"), "--seed: --suite=kernels does not take it"),
+    (("--suite=kernels", "--config=configs/demo.py"), "--config: --suite=kernels does"),
+    (("--suite=decode", "--rows=8"), "--rows: --suite=decode does not take it"),
+    (("--suite=decode", "--temperatures=0,1"), "--temperatures=0,1: decode takes one"),
+    (
+      ("--suite=decode", "--model=kimi_like", "--target=t"),
+      "--target: --model=kimi_like makes a pair",
+    ),
+    (("--suite=decode", "--implementation=cuda"), "'cuda' of tree_attention "),
   ],
 )
-def test_bad_flags_are_one_line(arguments, words, tmp_path):
+def test_bad_flags_are_one_line(arguments, words, tmp_path, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   done = command(*arguments, f"--output_dir={tmp_path}")
   assert done.returncode == 2
   assert words in done.stderr
   assert "Traceback" not in done.stderr
+
+
+def test_each_flag_belongs_to_a_suite():
+  flags.FLAGS.unparse_flags()
+  before = set(flags.FLAGS)
+  cli.define_flags()
+  defined = set(flags.FLAGS) - before
+  for name in defined:
+    delattr(flags.FLAGS, name)
+  taken = {name for names in cli.SUITES.values() for name in names}
+  assert defined - {"suite", "output_dir"} == taken - {"config"}
 
 
 @pytest.mark.slow
