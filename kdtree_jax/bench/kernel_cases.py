@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdtree_jax import ops
+from kdtree_jax.bench.kernel_inputs import MAX_DEPTH, Angles, random_tree
 from kdtree_jax.bench.timing import SHORT_REPEATS, add_zero
-from kdtree_jax.tree import NO_PARENT, ROOT, Tree, ancestors
+from kdtree_jax.ops import _tree_attention_cuda
+from kdtree_jax.tree import Tree, ancestors
 
 BF16 = jnp.dtype(jnp.bfloat16)
-MAX_DEPTH = 15  # of the trees: a drafter's block of 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Case:
     xla_calls: the same for the XLA form, which takes longer to compile and to run.
     repeats: times that a program runs its calls.
     carried: makes the first value that calls hand on, or None.
-    bar_us: what the design asks of the portable kernel, or None.
+    bar_us: what docs/kernels.md asks of the portable kernel, or None.
     hopper_bar_us: what it asks of a kernel for Hopper alone, or None.
   """
 
@@ -69,20 +70,25 @@ def tree_attention(
   latent: int = 512,
   rope: int = 64,
   dtype: jnp.dtype = BF16,
+  max_positions: int | None = None,
   **fields: Any,
 ) -> Case:
-  """Nodes of a random tree behind a full cache of `context` positions, one layer."""
+  """Nodes of a random tree behind a full cache of `context` positions, one layer.
+
+  `max_positions` is the model's longest context, which the CUDA form's chunk follows;
+  `context` where None.
+  """
   width = latent + rope
   parents, depths = random_tree(nodes, seed=nodes)
-  tree = Tree(
-    token_ids=jnp.zeros((1, nodes), jnp.int32),
-    parents=jnp.asarray(parents)[None],
-    depths=jnp.asarray(depths)[None],
-    log_probs=jnp.zeros((1, nodes), jnp.float32),
-    size=jnp.full((1,), nodes, jnp.int32),
-  )
 
   def inputs(key):
+    tree = Tree(
+      token_ids=jnp.zeros((1, nodes), jnp.int32),
+      parents=jnp.asarray(parents)[None],
+      depths=jnp.asarray(depths)[None],
+      log_probs=jnp.zeros((1, nodes), jnp.float32),
+      size=jnp.full((1,), nodes, jnp.int32),
+    )
     q, cache, keys = (
       jax.random.normal(k, shape, dtype)
       for k, shape in zip(
@@ -100,14 +106,16 @@ def tree_attention(
       *inputs,
       scale=width**-0.5,
       value_dim=latent,
+      max_positions=max_positions,
       implementation=implementation,
     )
 
+  chunk = _tree_attention_cuda.default_chunk(max_positions or context)
   seen = nodes * (context + 1) + int(depths.sum())
   values = context * width + nodes * width + nodes * heads * (width + latent)
   return Case(
     op="tree_attention",
-    shape=f"{_count(nodes, 'row')}, {context // 1024}k, {heads} heads",
+    shape=f"{_count(nodes, 'row')}, {context // 1024}k, {heads} heads, chunk {chunk}",
     inputs=inputs,
     call=call,
     link=_link_last,
@@ -314,7 +322,7 @@ def rope(
   **fields: Any,
 ) -> Case:
   """The rotated part of a layer's queries at the positions of a tree, alone."""
-  angles = _Angles(nodes, width, context)
+  angles = Angles(nodes, width, context)
 
   def inputs(key):
     return jax.random.normal(key, (1, nodes, heads, width), dtype), *angles.inputs()
@@ -356,7 +364,7 @@ def rope_queries(
   **fields: Any,
 ) -> Case:
   """The queries of a layer: the absorbed part beside the rotated one."""
-  angles = _Angles(nodes, width, context)
+  angles = Angles(nodes, width, context)
 
   def inputs(key):
     keys = jax.random.split(key)
@@ -401,7 +409,7 @@ def rope_keys(
   **fields: Any,
 ) -> Case:
   """The cache rows of a layer: the normed latent beside the rotated key."""
-  angles = _Angles(nodes, width, context)
+  angles = Angles(nodes, width, context)
 
   def inputs(key):
     kv = jax.random.normal(key, (1, nodes, latent + width), dtype)
@@ -434,23 +442,8 @@ def rope_keys(
   )
 
 
-class _Angles:
-  """Tables for XLA, frequencies for CUDA, positions of a tree behind `context`."""
-
-  def __init__(self, nodes: int, width: int, context: int):
-    _, self._depths = random_tree(nodes, seed=nodes)
-    self._context = context
-    theta = 50000.0
-    self._table = ops.rope_table(width, context + nodes, theta, None)
-    self.frequencies = ops.RopeFrequencies.create(width, theta, None)
-
-  def inputs(self) -> tuple[jax.Array, ...]:
-    positions = self._context + jnp.asarray(self._depths)[None]
-    return jnp.asarray(self._table.cos), jnp.asarray(self._table.sin), positions
-
-
 def standard() -> list[Case]:
-  """The table of the design."""
+  """The rows of the tables in docs/kernels.md."""
   k = 1024
   short: dict[str, Any] = {"repeats": SHORT_REPEATS}
   small: dict[str, Any] = {"calls": 32, "xla_calls": 32, "sets": 8, **short}
@@ -459,6 +452,9 @@ def standard() -> list[Case]:
     tree_attention(1, 128 * k, bar_us=65),
     tree_attention(16, 32 * k, bar_us=270, hopper_bar_us=129),
     tree_attention(64, 32 * k, bar_us=1000, hopper_bar_us=450),
+    # In a model whose context may be 262,144 long, Kimi's, chunks are larger.
+    tree_attention(1, 32 * k, max_positions=256 * k, bar_us=40, calls=20, sets=20),
+    tree_attention(64, 32 * k, max_positions=256 * k, bar_us=1000, hopper_bar_us=450),
     tree_attention(64, 128 * k, bar_us=4000, hopper_bar_us=1830, calls=5, xla_calls=2),
     build_tree(bar_us=60, calls=16, sets=16, xla_calls=8),
     accept_tree(bar_us=10, **small),
@@ -471,21 +467,6 @@ def standard() -> list[Case]:
     rope_queries(**small),
     rope_keys(**small),
   ]
-
-
-def random_tree(nodes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-  """(parents, depths) of a tree of at most `MAX_DEPTH`, parents before children.
-
-  A slot hangs below one of the eight before it, so that trees reach their depth.
-  """
-  rng = np.random.default_rng(seed)
-  parents = np.full(nodes, NO_PARENT, np.int32)
-  depths = np.zeros(nodes, np.int32)
-  for i in range(1, nodes):
-    allowed = [j for j in range(max(0, i - 8), i) if depths[j] < MAX_DEPTH]
-    parents[i] = rng.choice(allowed) if allowed else ROOT
-    depths[i] = depths[parents[i]] + 1
-  return parents, depths
 
 
 def _link_last(inputs: tuple[Any, ...], zero: jax.Array) -> tuple[Any, ...]:

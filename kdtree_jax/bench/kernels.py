@@ -189,8 +189,10 @@ def render(report: dict[str, Any]) -> str:
     reports.table(COLUMNS, rows),
     "us: median over runs of the time per call, in a chain of calls in one program "
     "(fastest-slowest).\nfloor: the counted bytes and operations at the measured "
-    "ceilings. % floor: floor / us.\nbar: what the design asks of the portable kernel; "
-    "in brackets of one for Hopper alone.\nmax diff: between the outputs of the two "
+    "ceilings. % floor: floor / us.\nchunk: positions that attention's CUDA form "
+    "reduces at once, a function of the model's longest context.\nbar: what "
+    "docs/kernels.md asks of the portable kernel; in brackets of one for Hopper "
+    "alone.\nmax diff: between the outputs of the two "
     f"forms.\nestimate: not measured; on an {report['estimated_device']}, from its "
     "published ceilings\nand the same share of the floor; ~ marks calls whose time is "
     "latency, which is taken over as it is.",
