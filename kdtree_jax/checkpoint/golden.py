@@ -8,13 +8,14 @@ The layout is described in docs/kdtr_check.md.
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from kdtree_jax.checkpoint import kdtr_writer
-from kdtree_jax.checkpoint.kdtr_format import StrPath
+from kdtree_jax.checkpoint.kdtr_format import KdtrError, StrPath
 from kdtree_jax.reference.golden import GoldenCase, golden_cases
 
 FORMAT_VERSION = 1
@@ -69,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Writes golden cases of the kernels' ops, for kdtr_check.",
   )
   parser.add_argument("--out", required=True, help="KDTR file to write")
-  parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+  parser.add_argument(
+    "--seed", type=int, default=0, help="of the random inputs, 0 .. 2**63 - 1"
+  )
   parser.add_argument(
     "--small",
     action="store_true",
@@ -79,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--op", action="append", help="only cases of this op; may be repeated"
   )
   flags = parser.parse_args(argv)
-  if flags.seed < 0:
-    parser.error(f"--seed={flags.seed}: must be 0 or more")
+  if not 0 <= flags.seed < 2**63:  # The format's integers have 64 bits and a sign.
+    parser.error(f"--seed={flags.seed}: must lie in 0 .. {2**63 - 1}")
+  if not flags.out or pathlib.Path(flags.out).is_dir():
+    parser.error(f"--out={flags.out}: must name a file, not a folder")
   cases = golden_cases(flags.seed, small=flags.small)
   known = sorted({case.op for case in cases})
   for op in flags.op or ():
@@ -88,7 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       parser.error(f"--op={op}: no such op; there are {', '.join(known)}")
   if flags.op:
     cases = [case for case in cases if case.op in flags.op]
-  fingerprint = write_golden(flags.out, cases, flags.seed)
+  try:
+    fingerprint = write_golden(flags.out, cases, flags.seed)
+  except OSError as error:
+    parser.error(f"--out={flags.out}: {error.strerror}")
+  except KdtrError as error:
+    parser.error(str(error))
   print(f"{flags.out}: {len(cases)} cases, fingerprint {fingerprint}")
   return 0
 

@@ -231,17 +231,64 @@ def test_the_command_says_what_it_needs(arguments, words, no_gpu, tmp_path):
 def test_pages_are_filled_from_files(measured, tmp_path):
   page = tmp_path / "page.md"
   page.write_text(
-    "before\n<!-- figures: k.json -->\nold\n<!-- end of figures -->\nbetween\n"
+    "before\n<!-- figures: k.json -->\nthe former table\n<!-- end of figures -->\nbetween\n"
     "<!-- figures: missing.json -->\n<!-- end of figures -->\nafter\n"
   )
   report.write_json(tmp_path / "k.json", measured)
   text = markdown.fill(page)
-  assert "old" not in text and "| tree_attention |" in text
+  assert "the former table" not in text and "| tree_attention |" in text
   assert text.count(markdown.NOT_MEASURED) == 1
   page.write_text(text)
   assert markdown.fill(page) == text
   with pytest.raises(ValueError, match="suite = 'speed'"):
     markdown.table({"suite": "speed"})
+
+
+def block(name: str, old: str = "") -> str:
+  return f"<!-- figures: {name} -->\n{old}\n<!-- end of figures -->\n"
+
+
+@pytest.mark.parametrize(
+  ("text", "words"),
+  [
+    (None, r"page\.md: No such file"),
+    ("nothing to fill", r"page\.md has no line <!-- figures: FILE"),
+    (block("k.json", "| a table |"), r"k\.json is missing, and its table would be"),
+    (block("bad.json"), r"bad\.json is no report: Expecting"),
+    (block("list.json"), r"list\.json is no report"),
+    (block("empty.json"), r"empty\.json is no report: it lacks 'suite'"),
+    (
+      "<!-- figures: a.json -->\n" + block("b.json"),
+      r"the table of a\.json has no end",
+    ),
+    ("<!-- figures: a.json -->\n", "a table has no end"),
+  ],
+)
+def test_a_page_that_cannot_be_filled_is_left_alone(text, words, tmp_path, capsys):
+  for name, content in (("bad", "{"), ("list", "[]"), ("empty", "{}")):
+    (tmp_path / f"{name}.json").write_text(content)
+  page, good = tmp_path / "page.md", tmp_path / "good.md"
+  good.write_text(block("none.json"))
+  if text is not None:
+    page.write_text(text)
+  with pytest.raises(SystemExit) as status:
+    markdown.main([str(good), str(page)])
+  assert status.value.code == 2
+  assert re.search(words, capsys.readouterr().err)
+  assert text is None or page.read_text() == text
+  assert good.read_text() == block("none.json")
+
+
+def test_the_command_fills_pages_and_needs_one(measured, tmp_path, capsys):
+  report.write_json(tmp_path / "k.json", measured)
+  page = tmp_path / "page.md"
+  page.write_text(block("k.json") + block("none.json"))
+  assert markdown.main([str(page)]) == 0
+  text = page.read_text()
+  assert "| tree_attention |" in text and markdown.NOT_MEASURED in text
+  with pytest.raises(SystemExit) as status:
+    markdown.main([])
+  assert status.value.code == 2 and "page" in capsys.readouterr().err
 
 
 def test_the_documents_have_their_files_figures():

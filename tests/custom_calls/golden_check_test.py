@@ -290,6 +290,25 @@ def test_the_command_writes_what_the_checker_lists(tmp_path: Path, capsys):
   assert "--op=lost: no such op" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  ("flags", "words"),
+  [
+    (["--out="], "--out=: must name a file"),
+    (["--out={folder}"], "must name a file, not a folder"),
+    (["--out={folder}/none/x.kdtr"], "none/x.kdtr: No such file or directory"),
+    (["--out={folder}/x", f"--seed={2**63}"], f"--seed={2**63}: must lie in 0 .. "),
+    (["--out={folder}/x", "--seed=-1"], "--seed=-1: must lie in 0 .. "),
+  ],
+)
+def test_the_command_says_what_it_cannot_do(flags, words, tmp_path: Path, capsys):
+  with pytest.raises(SystemExit) as status:
+    golden.main(
+      [flag.format(folder=tmp_path) for flag in flags] + ["--small", "--op=compact"]
+    )
+  assert status.value.code == 2 and words in capsys.readouterr().err
+  assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.gpu
 def test_the_kernels_give_the_golden_outputs(full: Path, tmp_path: Path):
   status, lines = check(full, tmp_path, golden_cases())
