@@ -117,9 +117,13 @@ def _operations() -> Iterator[tuple[str, str]]:
   from kdtree_jax.ops import _implementation
 
   reasons: dict[tuple[str, str], list[str]] = {}
-  for op in ops.__all__:
-    if "implementation" not in inspect.signature(getattr(ops, op)).parameters:
-      continue
+  public = {
+    op
+    for op in ops.__all__
+    if "implementation" in inspect.signature(getattr(ops, op)).parameters
+  }
+  # One, `emit`, is no function of its own.
+  for op in sorted(public | _implementation.CUDA_OPS):
     form, reason = _implementation.active(op)
     yield f"op {op}", form
     if reason is not None:

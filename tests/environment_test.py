@@ -11,8 +11,9 @@ import pytest
 import kdtree_jax
 from kdtree_jax import environment
 from kdtree_jax.ops import _implementation, _library
+from tests.ops.custom_calls import need_library
 
-OPS = ("accept_tree", "build_tree", "grouped_matmul", "rope", "tree_attention")
+OPS = _implementation.CUDA_OPS | {"grouped_matmul"}
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -46,6 +47,7 @@ def test_each_op_is_listed_with_its_active_form(
   lines = printed(capsys)
   for op in OPS:
     assert lines[f"op {op}"] == _implementation.active(op)[0]
+  assert "op emit" in lines
 
 
 def test_why_an_op_does_not_run_on_cuda_is_printed_once_per_reason(
@@ -68,10 +70,8 @@ def test_why_an_op_does_not_run_on_cuda_is_printed_once_per_reason(
 def test_the_library_says_where_it_is_and_what_it_is_for(
   capsys: pytest.CaptureFixture[str],
 ) -> None:
-  try:
-    info = _library.build_info()
-  except _library.UnusableError as error:
-    pytest.skip(str(error))
+  need_library()
+  info = _library.build_info()
   lines = printed(capsys)
   assert lines["cuda library"] == str(_library.find())
   assert all(name in lines["cuda library is for"] for name in info.architectures)
