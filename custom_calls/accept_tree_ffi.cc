@@ -11,11 +11,24 @@ ffi::Error AcceptTree(cudaStream_t stream, ffi::BufferR2<ffi::S32> token_ids,
                       ffi::ResultBufferR2<ffi::S32> path,
                       ffi::ResultBufferR1<ffi::S32> length,
                       ffi::ResultBufferR1<ffi::S32> bonus) {
+  constexpr char kName[] = "accept_tree";
   const auto dims = token_ids.dimensions();
-  if (dims[1] < 1 || dims[1] > kAcceptTreeMaxNodes) {
-    return BadArgument("accept_tree", "a tree must have 1 .. " +
-                                          std::to_string(kAcceptTreeMaxNodes) +
-                                          " slots");
+  const int64_t B = dims[0], N = dims[1], A = path->dimensions()[1];
+  if (N < 1 || N > kAcceptTreeMaxNodes) {
+    return BadArgument(kName, "token_ids has " + std::to_string(N) +
+                                  " slots; a tree must have 1 .. " +
+                                  std::to_string(kAcceptTreeMaxNodes));
+  }
+  if (A < 1) return BadArgument(kName, "path has no slot; it must have 1 or more");
+  if (auto e = CheckShapes(kName, {{"token_ids", token_ids, {B, N}},
+                                   {"parents", parents, {B, N}},
+                                   {"size", size, {B}},
+                                   {"target_tokens", target_tokens, {B, N}},
+                                   {"path", *path, {B, A}},
+                                   {"length", *length, {B}},
+                                   {"bonus", *bonus, {B}}});
+      e.failure()) {
+    return e;
   }
   AcceptTreeArgs args;
   args.token_ids = token_ids.typed_data();
@@ -25,10 +38,10 @@ ffi::Error AcceptTree(cudaStream_t stream, ffi::BufferR2<ffi::S32> token_ids,
   args.path = path->typed_data();
   args.length = length->typed_data();
   args.bonus = bonus->typed_data();
-  args.batch = static_cast<int>(dims[0]);
-  args.nodes = static_cast<int>(dims[1]);
-  args.max_depth = static_cast<int>(path->dimensions()[1]) - 1;
-  return Launched("accept_tree", LaunchAcceptTree(stream, args));
+  args.batch = static_cast<int>(B);
+  args.nodes = static_cast<int>(N);
+  args.max_depth = static_cast<int>(A) - 1;
+  return Launched(kName, LaunchAcceptTree(stream, args));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "build_tree.h"
 
+#include <algorithm>
 #include <string>
 
 #include "ffi_support.h"
@@ -18,21 +19,33 @@ struct TreeBuffers {
   ffi::ResultBufferR1<ffi::S32> size;       // [B]
 };
 
-// Fills `args` but for the table. A bound per sequence may be one value for all.
+// The size that a bound must have: one value per sequence, or one for all.
+int64_t BoundSize(ffi::Buffer<ffi::S32> bound, int64_t batch) {
+  return bound.element_count() == 1 ? 1 : batch;
+}
+
+// Fills `args` but for the table, [batch, depths, width].
 ffi::Error SetTree(const char* kernel, ffi::BufferR1<ffi::S32> root_tokens,
                    ffi::Buffer<ffi::S32> limit, ffi::Buffer<ffi::S32> max_depth,
-                   TreeBuffers out, int64_t depths, int64_t width,
+                   TreeBuffers out, int64_t batch, int64_t depths, int64_t width,
                    int64_t budget, TreeArgs* args) {
-  const int64_t batch = root_tokens.dimensions()[0];
   const int64_t rows = out.token_ids->dimensions()[1];
-  for (const auto count : {limit.element_count(), max_depth.element_count()}) {
-    if (static_cast<int64_t>(count) != batch && count != 1) {
-      return BadArgument(kernel, "limit and max_depth must be of size 1 or [B]");
-    }
+  if (auto e = CheckShapes(kernel, {{"root_tokens", root_tokens, {batch}},
+                                    {"limit", limit, {BoundSize(limit, batch)}},
+                                    {"max_depth", max_depth,
+                                     {BoundSize(max_depth, batch)}},
+                                    {"token_ids", *out.token_ids, {batch, rows}},
+                                    {"parents", *out.parents, {batch, rows}},
+                                    {"depths", *out.depths, {batch, rows}},
+                                    {"log_probs", *out.log_probs, {batch, rows}},
+                                    {"size", *out.size, {batch}}});
+      e.failure()) {
+    return e;
   }
   if (budget < 0 || budget >= kBuildTreeMaxNodes || rows <= budget) {
     return BadArgument(kernel, "budget " + std::to_string(budget) + " with " +
-                                   std::to_string(rows) + " rows is not allowed");
+                                   std::to_string(rows) +
+                                   " slots of token_ids is not allowed");
   }
   args->root_tokens = root_tokens.typed_data();
   args->limit = limit.typed_data();
@@ -56,17 +69,33 @@ ffi::Error SetCandidates(const char* kernel, ffi::AnyBuffer logits,
                          ffi::ResultBufferR3<ffi::F32> table,
                          ffi::ResultBufferR3<ffi::S32> table_tokens,
                          ffi::ResultBufferR1<ffi::U8> workspace, CandidateArgs* args) {
-  const auto dims = logits.dimensions();
-  const auto table_dims = table->dimensions();
   const ffi::DataType type = logits.element_type();
   if (type != ffi::F32 && type != ffi::BF16) {
     return BadArgument(kernel, "logits must be float32 or bfloat16");
   }
-  if (dims.size() != 3 || table_dims[0] != dims[0] || table_dims[1] > dims[1] ||
-      table_dims[2] > dims[2] || table_dims[2] > kBuildTreeMaxWidth ||
-      table_dims[2] < 1 || dims[2] > kMaxVocab) {
-    return BadArgument(kernel, "logits [B, L, V] and candidates [B, L, k] disagree, or "
-                               "there are too many candidates or logits");
+  if (auto e = CheckShapes(kernel, {{"logits", logits, {kAny, kAny, kAny}}});
+      e.failure()) {
+    return e;
+  }
+  const auto dims = logits.dimensions();
+  const auto table_dims = table->dimensions();
+  if (auto e = CheckShapes(kernel, {{"table", *table, {dims[0], kAny, kAny}},
+                                    {"table_tokens", *table_tokens, table_dims}});
+      e.failure()) {
+    return e;
+  }
+  if (table_dims[1] > dims[1]) {
+    return BadArgument(kernel, "table has " + std::to_string(table_dims[1]) +
+                                   " depths, but logits " + std::to_string(dims[1]));
+  }
+  const int64_t most = std::min<int64_t>(dims[2], kBuildTreeMaxWidth);
+  if (table_dims[2] < 1 || table_dims[2] > most) {
+    return BadArgument(kernel, "table has " + std::to_string(table_dims[2]) +
+                                   " candidates per depth; 1 .. " +
+                                   std::to_string(most) + " are allowed");
+  }
+  if (dims[2] > kMaxVocab) {
+    return BadArgument(kernel, "logits has more than 2^30 tokens");
   }
   args->logits = logits.untyped_data();
   args->is_bfloat16 = type == ffi::BF16;
@@ -105,15 +134,21 @@ ffi::Error TreeFromTable(
     ffi::ResultBufferR2<ffi::S32> token_ids, ffi::ResultBufferR2<ffi::S32> parents,
     ffi::ResultBufferR2<ffi::S32> depths, ffi::ResultBufferR2<ffi::F32> log_probs,
     ffi::ResultBufferR1<ffi::S32> size, int64_t budget) {
+  constexpr char kName[] = "tree_from_table";
   const auto dims = table.dimensions();
+  if (auto e = CheckShapes(
+          kName, {{"table", table, dims}, {"table_tokens", table_tokens, dims}});
+      e.failure()) {
+    return e;
+  }
   TreeArgs args;
-  ffi::Error error = SetTree("tree_from_table", root_tokens, limit, max_depth,
-                             {token_ids, parents, depths, log_probs, size}, dims[1],
-                             dims[2], budget, &args);
+  ffi::Error error = SetTree(kName, root_tokens, limit, max_depth,
+                             {token_ids, parents, depths, log_probs, size}, dims[0],
+                             dims[1], dims[2], budget, &args);
   if (error.failure()) return error;
   args.table = table.typed_data();
   args.table_tokens = table_tokens.typed_data();
-  return Launched("tree_from_table", LaunchTreeFromTable(stream, args));
+  return Launched(kName, LaunchTreeFromTable(stream, args));
 }
 
 ffi::Error BuildTree(
@@ -124,18 +159,23 @@ ffi::Error BuildTree(
     ffi::ResultBufferR1<ffi::S32> size, ffi::ResultBufferR3<ffi::F32> table,
     ffi::ResultBufferR3<ffi::S32> table_tokens,
     ffi::ResultBufferR1<ffi::U8> workspace, int64_t budget) {
+  constexpr char kName[] = "build_tree";
+  // The tree of a sequence is built behind the last row of its table.
+  if (table->dimensions()[1] < 1) {
+    return BadArgument(kName, "table has no depth; it must have 1 or more");
+  }
   CandidateArgs candidates;
   ffi::Error error =
-      SetCandidates("build_tree", logits, table, table_tokens, workspace, &candidates);
+      SetCandidates(kName, logits, table, table_tokens, workspace, &candidates);
   if (error.failure()) return error;
   TreeArgs tree;
-  error = SetTree("build_tree", root_tokens, limit, max_depth,
-                  {token_ids, parents, depths, log_probs, size}, candidates.depths,
-                  candidates.width, budget, &tree);
+  error = SetTree(kName, root_tokens, limit, max_depth,
+                  {token_ids, parents, depths, log_probs, size}, candidates.batch,
+                  candidates.depths, candidates.width, budget, &tree);
   if (error.failure()) return error;
   tree.table = candidates.log_probs;
   tree.table_tokens = candidates.token_ids;
-  return Launched("build_tree", LaunchBuildTree(stream, candidates, tree));
+  return Launched(kName, LaunchBuildTree(stream, candidates, tree));
 }
 
 }  // namespace

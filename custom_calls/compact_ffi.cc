@@ -10,15 +10,24 @@ ffi::Error Compact(cudaStream_t stream, ffi::AnyBuffer cache, ffi::AnyBuffer tre
                    ffi::BufferR2<ffi::S32> path, ffi::BufferR1<ffi::S32> length,
                    ffi::BufferR1<ffi::S32> start,
                    ffi::Result<ffi::AnyBuffer> new_cache) {
-  const auto dims = cache.dimensions();
-  const auto key_dims = tree_keys.dimensions();
-  if (dims.size() != 4 || key_dims.size() != 4 || key_dims[0] != dims[0] ||
-      key_dims[1] != dims[1] || key_dims[3] != dims[3] ||
-      cache.element_type() != tree_keys.element_type()) {
-    return BadArgument("compact", "cache and tree_keys do not fit together");
+  constexpr char kName[] = "compact";
+  if (auto e = CheckShapes(kName, {{"cache", cache, {kAny, kAny, kAny, kAny}}});
+      e.failure()) {
+    return e;
   }
-  if (new_cache->untyped_data() != cache.untyped_data()) {
-    return BadArgument("compact", "the new cache must be the buffer of the old one");
+  const auto dims = cache.dimensions();
+  const int64_t B = dims[1], A = path.dimensions()[1];
+  if (auto e = FirstOf(
+          {CheckShapes(kName, {{"tree_keys", tree_keys, {dims[0], B, kAny, dims[3]}},
+                               {"path", path, {B, A}},
+                               {"length", length, {B}},
+                               {"start", start, {B}},
+                               {"new_cache", *new_cache, dims}}),
+           CheckType(kName, "tree_keys", tree_keys, cache.element_type()),
+           CheckType(kName, "new_cache", *new_cache, cache.element_type()),
+           CheckInPlace(kName, "cache", cache, *new_cache)});
+      e.failure()) {
+    return e;
   }
   CompactArgs args;
   args.cache = new_cache->untyped_data();
@@ -27,12 +36,12 @@ ffi::Error Compact(cudaStream_t stream, ffi::AnyBuffer cache, ffi::AnyBuffer tre
   args.length = length.typed_data();
   args.start = start.typed_data();
   args.layers = static_cast<int>(dims[0]);
-  args.batch = static_cast<int>(dims[1]);
+  args.batch = static_cast<int>(B);
   args.capacity = static_cast<int>(dims[2]);
-  args.nodes = static_cast<int>(key_dims[2]);
-  args.path_len = static_cast<int>(path.dimensions()[1]);
+  args.nodes = static_cast<int>(tree_keys.dimensions()[2]);
+  args.path_len = static_cast<int>(A);
   args.row_bytes = dims[3] * ffi::ByteWidth(cache.element_type());
-  return Launched("compact", LaunchCompact(stream, args));
+  return Launched(kName, LaunchCompact(stream, args));
 }
 
 }  // namespace

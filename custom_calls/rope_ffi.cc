@@ -7,19 +7,22 @@ namespace {
 ffi::Error Rope(cudaStream_t stream, ffi::AnyBuffer x,
                 ffi::BufferR1<ffi::S32> positions, ffi::RemainingArgs tables,
                 ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attributes) {
-  const auto dims = x.dimensions();
-  const auto interleave = attributes.get<int64_t>("interleave");
-  if (interleave.has_error()) return interleave.error();
-  if (dims.size() != 3 || dims[2] % 2 != 0 || !SameShape(out->dimensions(), dims) ||
-      out->element_type() != x.element_type() ||
-      positions.dimensions()[0] != dims[0]) {
-    return BadArgument("rope", "x must be [T, H, 2 pairs], and positions [T]");
-  }
-  RopeArgs args = {};
-  if (auto e = ReadElement("rope", x.element_type(), &args.bfloat16); e.failure()) {
+  constexpr char kName[] = "rope";
+  int64_t interleave;
+  if (auto e = FirstOf({CheckShapes(kName, {{"x", x, {kAny, kAny, kAny}}}),
+                        ReadAttribute(kName, attributes, "interleave", &interleave)});
+      e.failure()) {
     return e;
   }
-  if (auto e = ReadAngles("rope", tables, attributes, dims[2] / 2, &args.angles);
+  const auto dims = x.dimensions();
+  if (dims[2] % 2 != 0) return BadArgument(kName, "x must have pairs of features");
+  RopeArgs args = {};
+  if (auto e = FirstOf(
+          {CheckShapes(kName,
+                       {{"positions", positions, {dims[0]}}, {"out", *out, dims}}),
+           ReadElement(kName, "x", x.element_type(), &args.bfloat16),
+           CheckType(kName, "out", *out, x.element_type()),
+           ReadAngles(kName, tables, attributes, 1, dims[2] / 2, &args.angles)});
       e.failure()) {
     return e;
   }
@@ -30,8 +33,8 @@ ffi::Error Rope(cudaStream_t stream, ffi::AnyBuffer x,
   args.x_head_stride = dims[2];
   args.tokens = static_cast<int>(dims[0]);
   args.heads = static_cast<int>(dims[1]);
-  args.interleave = *interleave != 0;
-  return Launched("rope", LaunchRope(stream, args));
+  args.interleave = interleave != 0;
+  return Launched(kName, LaunchRope(stream, args));
 }
 
 // absorbed [B, N, H, R], heads outermost in memory; q [B, N, H, C + P], whose columns
@@ -40,39 +43,41 @@ ffi::Error RopeQueries(cudaStream_t stream, ffi::AnyBuffer absorbed, ffi::AnyBuf
                        ffi::BufferR2<ffi::S32> positions, ffi::RemainingArgs tables,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attributes) {
   constexpr char kName[] = "rope_queries";
-  const auto interleave = attributes.get<int64_t>("interleave");
-  const auto offset = attributes.get<int64_t>("offset");
-  if (interleave.has_error()) return interleave.error();
-  if (offset.has_error()) return offset.error();
-  const auto copied = absorbed.dimensions();
-  const auto dims = q.dimensions();
-  const auto rows = out->dimensions();
-  if (copied.size() != 4 || dims.size() != 4 || rows.size() != 4) {
-    return BadArgument(kName, "absorbed, q and the result must have rank 4");
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (copied[axis] != dims[axis] || rows[axis] != dims[axis]) {
-      return BadArgument(kName, "absorbed, q and the result must agree in [B, N, H]");
-    }
-  }
-  const int64_t width = dims[3] - *offset;
-  const auto place = positions.dimensions();
-  if (*offset < 0 || width < 2 || width % 2 != 0 || rows[3] != copied[3] + width ||
-      place[0] != dims[0] || place[1] != dims[1] ||
-      absorbed.element_type() != q.element_type() ||
-      out->element_type() != q.element_type()) {
-    return BadArgument(kName, "widths, dtypes or positions do not fit together");
-  }
-  RopeArgs args = {};
-  if (auto e = ReadElement(kName, q.element_type(), &args.bfloat16); e.failure()) {
+  int64_t interleave, offset;
+  if (auto e = FirstOf({CheckShapes(kName, {{"q", q, {kAny, kAny, kAny, kAny}}}),
+                        ReadAttribute(kName, attributes, "interleave", &interleave),
+                        ReadAttribute(kName, attributes, "offset", &offset)});
+      e.failure()) {
     return e;
   }
-  if (auto e = ReadAngles(kName, tables, attributes, width / 2, &args.angles);
+  const auto dims = q.dimensions();
+  if (offset < 0 || offset >= dims[3] || (dims[3] - offset) % 2 != 0) {
+    return BadArgument(kName, "offset " + std::to_string(offset) + " with q " +
+                                  std::to_string(dims[3]) +
+                                  " wide leaves no pairs of features");
+  }
+  const int64_t width = dims[3] - offset;
+  if (auto e = CheckShapes(kName, {{"absorbed", absorbed,
+                                    {dims[0], dims[1], dims[2], kAny}},
+                                   {"positions", positions, {dims[0], dims[1]}}});
+      e.failure()) {
+    return e;
+  }
+  const auto copied = absorbed.dimensions();
+  RopeArgs args = {};
+  if (auto e = FirstOf(
+          {CheckShapes(kName, {{"out", *out,
+                                {dims[0], dims[1], dims[2], copied[3] + width}}}),
+           ReadElement(kName, "q", q.element_type(), &args.bfloat16),
+           CheckType(kName, "absorbed", absorbed, q.element_type()),
+           CheckType(kName, "out", *out, q.element_type()),
+           CheckRows(kName, "q", dims[0] * dims[1]),
+           ReadAngles(kName, tables, attributes, 2, width / 2, &args.angles)});
       e.failure()) {
     return e;
   }
   const int64_t size = args.bfloat16 ? 2 : 4;
-  args.x = static_cast<const char*>(q.untyped_data()) + *offset * size;
+  args.x = static_cast<const char*>(q.untyped_data()) + offset * size;
   args.copied = absorbed.untyped_data();
   args.positions = positions.typed_data();
   args.out = out->untyped_data();
@@ -83,7 +88,7 @@ ffi::Error RopeQueries(cudaStream_t stream, ffi::AnyBuffer absorbed, ffi::AnyBuf
   args.copied_width = static_cast<int>(copied[3]);
   args.tokens = static_cast<int>(dims[0] * dims[1]);
   args.heads = static_cast<int>(dims[2]);
-  args.interleave = *interleave != 0;
+  args.interleave = interleave != 0;
   return Launched(kName, LaunchRope(stream, args));
 }
 

@@ -4,67 +4,103 @@
 #define KDTREE_JAX_ROPE_FFI_H_
 
 #include <algorithm>
+#include <string>
 
 #include "ffi_support.h"
 #include "rope.h"
 
 namespace kdtree_jax {
 
-inline bool SameShape(ffi::AnyBuffer::Dimensions a, ffi::AnyBuffer::Dimensions b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+template <typename T>
+ffi::Error ReadAttribute(const char* kernel, ffi::Dictionary attributes,
+                         const char* name, T* value) {
+  const auto found = attributes.get<T>(name);
+  if (found.has_error()) {
+    return BadArgument(kernel, std::string(name) + ": " + found.error().message());
+  }
+  *value = *found;
+  return ffi::Error::Success();
 }
 
 // Operands `tables` are (cos, sin), both f32 [length, pairs], or none. Without them the
 // attributes give the frequencies (float64 [pairs]), amplitude, float32_angles and
-// length.
+// length, beside the `own` ones of the handler.
 inline ffi::Error ReadAngles(const char* kernel, ffi::RemainingArgs tables,
-                             ffi::Dictionary attributes, int64_t pairs,
+                             ffi::Dictionary attributes, size_t own, int64_t pairs,
                              RopeAngles* angles) {
   if (pairs < 1 || pairs > kRopeMaxPairs) {
-    return BadArgument(kernel, "there must be 1 to 128 pairs of features");
+    return BadArgument(kernel, "there are " + std::to_string(pairs) +
+                                   " pairs of features; 1 .. 128 are allowed");
   }
   *angles = {};
   angles->pairs = static_cast<int>(pairs);
+  if (tables.size() != 0 && tables.size() != 2) {
+    return BadArgument(kernel, "cos and sin come together and last");
+  }
+  const size_t wanted = own + (tables.size() == 0 ? 4 : 0);
+  if (attributes.size() != wanted) {
+    return BadArgument(kernel, std::to_string(attributes.size()) +
+                                   " attributes were given; there must be " +
+                                   std::to_string(wanted));
+  }
   if (tables.size() == 2) {
-    const auto cos = tables.get<ffi::BufferR2<ffi::F32>>(0);
-    const auto sin = tables.get<ffi::BufferR2<ffi::F32>>(1);
+    const auto cos = tables.get<ffi::AnyBuffer>(0);
+    const auto sin = tables.get<ffi::AnyBuffer>(1);
     if (cos.has_error()) return cos.error();
     if (sin.has_error()) return sin.error();
-    const auto dims = cos->dimensions();
-    if (!SameShape(dims, sin->dimensions()) || dims[0] < 1 || dims[1] != pairs) {
-      return BadArgument(kernel, "cos and sin must be [length, pairs]");
+    if (auto e = FirstOf({CheckShapes(kernel, {{"cos", *cos, {kAny, pairs}}}),
+                          CheckShapes(kernel, {{"sin", *sin, cos->dimensions()}}),
+                          CheckType(kernel, "cos", *cos, ffi::F32),
+                          CheckType(kernel, "sin", *sin, ffi::F32)});
+        e.failure()) {
+      return e;
     }
-    angles->cos = cos->typed_data();
-    angles->sin = sin->typed_data();
-    angles->length = static_cast<int>(dims[0]);
+    const int64_t rows = cos->dimensions()[0];
+    if (rows < 1) return BadArgument(kernel, "cos has no row; it must have 1 or more");
+    angles->cos = cos->typed_data<float>();
+    angles->sin = sin->typed_data<float>();
+    angles->length = static_cast<int>(rows);
     return ffi::Error::Success();
   }
-  if (tables.size() != 0) return BadArgument(kernel, "cos and sin come together");
-  const auto frequencies = attributes.get<ffi::Span<const double>>("frequencies");
-  const auto amplitude = attributes.get<double>("amplitude");
-  const auto float32_angles = attributes.get<int64_t>("float32_angles");
-  const auto length = attributes.get<int64_t>("length");
-  if (frequencies.has_error()) return frequencies.error();
-  if (amplitude.has_error()) return amplitude.error();
-  if (float32_angles.has_error()) return float32_angles.error();
-  if (length.has_error()) return length.error();
-  if (static_cast<int64_t>(frequencies->size()) != pairs || *length < 1) {
-    return BadArgument(kernel, "needs one frequency per pair and a positive length");
+  ffi::Span<const double> frequencies;
+  int64_t float32_angles, length;
+  if (auto e = FirstOf(
+          {ReadAttribute(kernel, attributes, "frequencies", &frequencies),
+           ReadAttribute(kernel, attributes, "amplitude", &angles->amplitude),
+           ReadAttribute(kernel, attributes, "float32_angles", &float32_angles),
+           ReadAttribute(kernel, attributes, "length", &length)});
+      e.failure()) {
+    return e;
   }
-  std::copy(frequencies->begin(), frequencies->end(), angles->frequencies);
-  angles->amplitude = *amplitude;
-  angles->float32_angles = *float32_angles != 0;
-  angles->length = static_cast<int>(*length);
+  if (static_cast<int64_t>(frequencies.size()) != pairs) {
+    return BadArgument(kernel, "frequencies has " + std::to_string(frequencies.size()) +
+                                   " values; it must have one for each of the " +
+                                   std::to_string(pairs) + " pairs");
+  }
+  if (length < 1 || length > INT32_MAX) {
+    return BadArgument(kernel, "length " + std::to_string(length) +
+                                   " is not allowed: it must be 1 .. 2^31 - 1");
+  }
+  std::copy(frequencies.begin(), frequencies.end(), angles->frequencies);
+  angles->float32_angles = float32_angles != 0;
+  angles->length = static_cast<int>(length);
   return ffi::Error::Success();
 }
 
-// Whether rows hold bf16; otherwise they must hold f32.
-inline ffi::Error ReadElement(const char* kernel, ffi::DataType dtype, bool* bfloat16) {
+// Whether the rows of an operand hold bf16; otherwise they must hold f32.
+inline ffi::Error ReadElement(const char* kernel, const char* name,
+                              ffi::DataType dtype, bool* bfloat16) {
   *bfloat16 = dtype == ffi::BF16;
   if (dtype != ffi::BF16 && dtype != ffi::F32) {
-    return BadArgument(kernel, "the features must be f32 or bf16");
+    return BadArgument(kernel, std::string(name) + " must be float32 or bfloat16");
   }
   return ffi::Error::Success();
+}
+
+// The kernels count rows in ints.
+inline ffi::Error CheckRows(const char* kernel, const char* name, int64_t rows) {
+  if (rows <= INT32_MAX) return ffi::Error::Success();
+  return BadArgument(kernel, std::string(name) + " has more than 2^31 - 1 rows");
 }
 
 }  // namespace kdtree_jax

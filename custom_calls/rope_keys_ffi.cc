@@ -10,28 +10,33 @@ ffi::Error RopeKeys(cudaStream_t stream, ffi::AnyBuffer kv, ffi::AnyBuffer weigh
                     ffi::BufferR2<ffi::S32> positions, ffi::RemainingArgs tables,
                     ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attributes) {
   constexpr char kName[] = "rope_keys";
-  const auto interleave = attributes.get<int64_t>("interleave");
-  const auto eps = attributes.get<double>("eps");
-  if (interleave.has_error()) return interleave.error();
-  if (eps.has_error()) return eps.error();
-  const auto dims = kv.dimensions();
-  if (dims.size() != 3 || weight.dimensions().size() != 1 ||
-      !SameShape(out->dimensions(), dims)) {
-    return BadArgument(kName, "kv must be [B, N, R + P], and weight [R]");
-  }
-  const int64_t latent = weight.dimensions()[0];
-  const int64_t width = dims[2] - latent;
-  const auto place = positions.dimensions();
-  if (latent < 1 || width < 2 || width % 2 != 0 || place[0] != dims[0] ||
-      place[1] != dims[1] || weight.element_type() != kv.element_type() ||
-      out->element_type() != kv.element_type()) {
-    return BadArgument(kName, "widths, dtypes or positions do not fit together");
-  }
-  RopeKeysArgs args = {};
-  if (auto e = ReadElement(kName, kv.element_type(), &args.bfloat16); e.failure()) {
+  int64_t interleave;
+  double eps;
+  if (auto e = FirstOf(
+          {CheckShapes(kName,
+                       {{"kv", kv, {kAny, kAny, kAny}}, {"weight", weight, {kAny}}}),
+           ReadAttribute(kName, attributes, "interleave", &interleave),
+           ReadAttribute(kName, attributes, "eps", &eps)});
+      e.failure()) {
     return e;
   }
-  if (auto e = ReadAngles(kName, tables, attributes, width / 2, &args.angles);
+  const auto dims = kv.dimensions();
+  const int64_t latent = weight.dimensions()[0];
+  const int64_t width = dims[2] - latent;
+  if (latent < 1 || width < 2 || width % 2 != 0) {
+    return BadArgument(kName, "weight has " + std::to_string(latent) +
+                                  " features and kv " + std::to_string(dims[2]) +
+                                  ": what is left are no pairs");
+  }
+  RopeKeysArgs args = {};
+  if (auto e = FirstOf(
+          {CheckShapes(kName, {{"positions", positions, {dims[0], dims[1]}},
+                               {"out", *out, dims}}),
+           ReadElement(kName, "kv", kv.element_type(), &args.bfloat16),
+           CheckType(kName, "weight", weight, kv.element_type()),
+           CheckType(kName, "out", *out, kv.element_type()),
+           CheckRows(kName, "kv", dims[0] * dims[1]),
+           ReadAngles(kName, tables, attributes, 2, width / 2, &args.angles)});
       e.failure()) {
     return e;
   }
@@ -41,8 +46,8 @@ ffi::Error RopeKeys(cudaStream_t stream, ffi::AnyBuffer kv, ffi::AnyBuffer weigh
   args.out = out->untyped_data();
   args.tokens = static_cast<int>(dims[0] * dims[1]);
   args.latent_width = static_cast<int>(latent);
-  args.eps = static_cast<float>(*eps);
-  args.interleave = *interleave != 0;
+  args.eps = static_cast<float>(eps);
+  args.interleave = interleave != 0;
   return Launched(kName, LaunchRopeKeys(stream, args));
 }
 

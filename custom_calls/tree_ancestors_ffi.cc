@@ -8,18 +8,31 @@ namespace {
 ffi::Error TreeAncestors(cudaStream_t stream, ffi::BufferR2<ffi::S32> parents,
                          ffi::BufferR2<ffi::S32> depths,
                          ffi::ResultBufferR3<ffi::S32> ancestors) {
+  constexpr char kName[] = "ancestors";
   const auto dims = parents.dimensions();
-  if (dims[1] > kTreeAncestorsMaxNodes) {
-    return BadArgument("ancestors", "a tree has too many slots");
+  const int64_t B = dims[0], N = dims[1], A = ancestors->dimensions()[2];
+  if (N > kTreeAncestorsMaxNodes) {
+    return BadArgument(kName, "parents has " + std::to_string(N) +
+                                  " slots; a tree must have at most " +
+                                  std::to_string(kTreeAncestorsMaxNodes));
+  }
+  if (A < 1) {
+    return BadArgument(kName, "ancestors has no depth; it must have 1 or more");
+  }
+  if (auto e = CheckShapes(kName, {{"parents", parents, {B, N}},
+                                   {"depths", depths, {B, N}},
+                                   {"ancestors", *ancestors, {B, N, A}}});
+      e.failure()) {
+    return e;
   }
   TreeAncestorsArgs args;
   args.parents = parents.typed_data();
   args.depths = depths.typed_data();
   args.ancestors = ancestors->typed_data();
-  args.batch = static_cast<int>(dims[0]);
-  args.nodes = static_cast<int>(dims[1]);
-  args.max_depth = static_cast<int>(ancestors->dimensions()[2]) - 1;
-  return Launched("ancestors", LaunchTreeAncestors(stream, args));
+  args.batch = static_cast<int>(B);
+  args.nodes = static_cast<int>(N);
+  args.max_depth = static_cast<int>(A) - 1;
+  return Launched(kName, LaunchTreeAncestors(stream, args));
 }
 
 }  // namespace

@@ -20,6 +20,13 @@ namespace kdtree_jax {
 
 enum class Element { kFloat32, kBFloat16 };
 
+// Keys of 32 positions and 8 queries of this width fill a block's shared memory.
+constexpr int kTreeAttentionMaxWidth = 620;
+constexpr int kTreeAttentionMaxChunk = 1 << 20;
+// Chunks and sequences are the grid's y and z.
+constexpr int kTreeAttentionMaxChunks = 65535;
+constexpr int kTreeAttentionMaxBatch = 65535;
+
 // B sequences, N nodes, H heads, W key width, R value width, S cache positions,
 // A ancestors a node may have (itself included), C = ceil(S + A, chunk) chunks.
 struct TreeAttentionArgs {
@@ -36,24 +43,26 @@ struct TreeAttentionArgs {
   int batch;
   int nodes;
   int heads;
-  int width;
-  int value_dim;
+  int width;      // 1 .. kTreeAttentionMaxWidth
+  int value_dim;  // 1 .. width
   int capacity;
   int max_ancestors;
-  int chunk;  // a multiple of 16
-  int chunks;
+  int chunk;   // a multiple of 16, at most kTreeAttentionMaxChunk
+  int chunks;  // chunks * chunk is an int
   float scale;
   Element element;
   // Rows per block of the tensor-core form: 16, 32, 64, or 0 to choose. It changes the
-  // speed, never a bit.
+  // speed, never a bit. Ignored where it does not divide the heads: then 32.
   int rows_per_block = 0;
 };
 
-// Tensor-core form for bf16 and the shapes it is compiled for.
+// Tensor-core form for bf16 and the shapes it is compiled for. cache and tree_keys must
+// lie on multiples of 16 bytes.
 bool TreeAttentionMmaSupports(const TreeAttentionArgs& args);
 cudaError_t LaunchTreeAttentionMma(cudaStream_t stream, const TreeAttentionArgs& args);
 
-// Any dtype and any width, in fp32 arithmetic on the ordinary cores.
+// Any dtype and alignment, widths up to kTreeAttentionMaxWidth, in fp32 arithmetic on
+// the ordinary cores.
 cudaError_t LaunchTreeAttentionSimt(cudaStream_t stream, const TreeAttentionArgs& args);
 
 // Merges a row's partials in chunk order and writes `out`.

@@ -1,4 +1,7 @@
+#include <algorithm>
 #include <cstddef>
+#include <string>
+#include <utility>
 
 #include "ffi_support.h"
 #include "tree_attention.h"
@@ -15,48 +18,94 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
                          ffi::ResultBufferR3<ffi::F32> maxima,
                          ffi::ResultBufferR3<ffi::F32> sums, int64_t layer,
                          int64_t chunk, int64_t rows_per_block, double scale) {
-  const auto refuse = [](const char* what) {
-    return BadArgument("tree_attention", what);
-  };
-  const auto q_dims = q.dimensions();
-  const auto cache_dims = cache.dimensions();
-  if (q_dims.size() != 4 || cache_dims.size() != 4 || out->dimensions().size() != 4) {
-    return refuse("q, cache and out must have 4 dimensions");
-  }
+  static constexpr char kName[] = "tree_attention";
+  const auto refuse = [](const std::string& what) { return BadArgument(kName, what); };
   const ffi::DataType dtype = q.element_type();
   if (dtype != ffi::DataType::F32 && dtype != ffi::DataType::BF16) {
     return refuse("q must be float32 or bfloat16");
   }
-  if (cache.element_type() != dtype || tree_keys.element_type() != dtype ||
-      out->element_type() != dtype) {
-    return refuse("cache, tree_keys and out must have the dtype of q");
+  if (auto e = CheckShapes(kName, {{"q", q, {kAny, kAny, kAny, kAny}},
+                                   {"out", *out, {kAny, kAny, kAny, kAny}},
+                                   {"cache", cache, {kAny, kAny, kAny, kAny}}});
+      e.failure()) {
+    return e;
   }
-  if (layer < 0 || layer >= cache_dims[0]) return refuse("the cache lacks this layer");
+  const int64_t B = q.dimensions()[0], N = q.dimensions()[1], H = q.dimensions()[2];
+  const int64_t W = q.dimensions()[3], R = out->dimensions()[3];
+  const int64_t layers = cache.dimensions()[0], S = cache.dimensions()[2];
+  const int64_t A = ancestors.dimensions()[2], C = maxima->dimensions()[2];
+  if (auto e = FirstOf({CheckShapes(kName, {{"cache", cache, {layers, B, S, W}},
+                                            {"tree_keys", tree_keys, {B, N, W}},
+                                            {"ancestors", ancestors, {B, N, A}},
+                                            {"depths", depths, {B, N}},
+                                            {"lengths", lengths, {B}},
+                                            {"out", *out, {B, N, H, R}},
+                                            {"accumulators", *accumulators,
+                                             {B, N * H, C, R}},
+                                            {"maxima", *maxima, {B, N * H, C}},
+                                            {"sums", *sums, {B, N * H, C}}}),
+                        CheckType(kName, "cache", cache, dtype),
+                        CheckType(kName, "tree_keys", tree_keys, dtype),
+                        CheckType(kName, "out", *out, dtype)});
+      e.failure()) {
+    return e;
+  }
+  if (W < 1 || W > kTreeAttentionMaxWidth) {
+    return refuse("q is " + std::to_string(W) + " wide; 1 .. " +
+                  std::to_string(kTreeAttentionMaxWidth) + " are allowed");
+  }
+  if (R < 1 || R > W) {
+    return refuse("out is " + std::to_string(R) + " wide; 1 .. " + std::to_string(W) +
+                  ", the width of q, are allowed");
+  }
+  if (A < 1) return refuse("ancestors has no depth; it must have 1 or more");
+  if (B > kTreeAttentionMaxBatch) {
+    return refuse("q has " + std::to_string(B) + " sequences; at most " +
+                  std::to_string(kTreeAttentionMaxBatch) + " are allowed");
+  }
+  // The kernels count these in ints.
+  if (N * H > INT32_MAX || N * A > INT32_MAX / std::max<int64_t>(B, 1)) {
+    return refuse("q or ancestors is too large: N * H and B * N * A must be less than "
+                  "2^31");
+  }
+  if (layer < 0 || layer >= layers) {
+    return refuse("layer " + std::to_string(layer) + " is none of the cache's " +
+                  std::to_string(layers));
+  }
   if (rows_per_block != 0 && rows_per_block != 16 && rows_per_block != 32 &&
       rows_per_block != 64) {
     return refuse("rows_per_block must be 0, 16, 32 or 64");
   }
-  if (chunk <= 0 || chunk % 16 != 0) return refuse("chunk must be a multiple of 16");
+  if (chunk <= 0 || chunk % 16 != 0 || chunk > kTreeAttentionMaxChunk) {
+    return refuse("chunk " + std::to_string(chunk) +
+                  " is not allowed: it must be a multiple of 16, at most " +
+                  std::to_string(kTreeAttentionMaxChunk));
+  }
+  if (C > kTreeAttentionMaxChunks) {
+    return refuse("maxima has " + std::to_string(C) + " chunks; at most " +
+                  std::to_string(kTreeAttentionMaxChunks) + " are allowed");
+  }
+  if (C * chunk < S + A || C * chunk > INT32_MAX) {
+    return refuse("maxima has " + std::to_string(C) + " chunks of " +
+                  std::to_string(chunk) + " positions, too few for " +
+                  std::to_string(S + A) + " or more than 2^31 - 1 positions");
+  }
 
   TreeAttentionArgs args;
   args.element = dtype == ffi::DataType::F32 ? Element::kFloat32 : Element::kBFloat16;
-  args.batch = static_cast<int>(q_dims[0]);
-  args.nodes = static_cast<int>(q_dims[1]);
-  args.heads = static_cast<int>(q_dims[2]);
-  args.width = static_cast<int>(q_dims[3]);
-  args.value_dim = static_cast<int>(out->dimensions()[3]);
-  args.capacity = static_cast<int>(cache_dims[2]);
-  args.max_ancestors = static_cast<int>(ancestors.dimensions()[2]);
+  args.batch = static_cast<int>(B);
+  args.nodes = static_cast<int>(N);
+  args.heads = static_cast<int>(H);
+  args.width = static_cast<int>(W);
+  args.value_dim = static_cast<int>(R);
+  args.capacity = static_cast<int>(S);
+  args.max_ancestors = static_cast<int>(A);
   args.chunk = static_cast<int>(chunk);
-  args.chunks = static_cast<int>(maxima->dimensions()[2]);
+  args.chunks = static_cast<int>(C);
   args.rows_per_block = static_cast<int>(rows_per_block);
   args.scale = static_cast<float>(scale);
-  if (args.chunks * chunk < args.capacity + args.max_ancestors) {
-    return refuse("the workspace has too few chunks");
-  }
   const size_t element_bytes = args.element == Element::kFloat32 ? 4 : 2;
-  const size_t layer_bytes =
-      element_bytes * cache_dims[1] * cache_dims[2] * cache_dims[3];
+  const size_t layer_bytes = element_bytes * B * S * W;
   args.q = q.untyped_data();
   args.cache =
       static_cast<const std::byte*>(cache.untyped_data()) + layer * layer_bytes;
@@ -68,7 +117,15 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   args.accumulators = accumulators->typed_data();
   args.maxima = maxima->typed_data();
   args.sums = sums->typed_data();
-  return Launched("tree_attention", LaunchTreeAttention(stream, args));
+  if (TreeAttentionMmaSupports(args)) {
+    for (const auto& [name, keys] : {std::pair{"cache", args.cache},
+                                     std::pair{"tree_keys", args.tree_keys}}) {
+      if (reinterpret_cast<uintptr_t>(keys) % 16 != 0) {
+        return refuse(std::string(name) + " must lie on a multiple of 16 bytes");
+      }
+    }
+  }
+  return Launched(kName, LaunchTreeAttention(stream, args));
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ cudaError_t LaunchShape(cudaStream_t stream, const TreeAttentionArgs& args, int 
 
 // Rows per block. It changes the speed only: no bit of the result depends on it.
 int RowsPerBlock(const TreeAttentionArgs& args) {
-  constexpr int kEnoughBlocks = 120;
+  constexpr int kEnoughBlocks = 120;  // about the SMs of an H200 (132)
   const int64_t rows = static_cast<int64_t>(args.nodes) * args.heads;
   for (int per_block : {64, 32}) {
     const int64_t blocks = rows / per_block * args.chunks * args.batch;
@@ -74,6 +74,10 @@ bool TreeAttentionMmaSupports(const TreeAttentionArgs& args) {
 }
 
 cudaError_t LaunchTreeAttentionMma(cudaStream_t stream, const TreeAttentionArgs& args) {
+  for (const void* keys : {args.cache, args.tree_keys}) {
+    // Keys are copied 16 bytes at a time.
+    if (reinterpret_cast<uintptr_t>(keys) % 16 != 0) return cudaErrorMisalignedAddress;
+  }
   const int rows = args.rows_per_block ? args.rows_per_block : RowsPerBlock(args);
   if (args.width == 576) return LaunchShape<576, 512>(stream, args, rows);
   return LaunchShape<80, 64>(stream, args, rows);

@@ -1,4 +1,5 @@
-// Tree attention in fp32 arithmetic on the ordinary cores: any width, fp32 and bf16.
+// Tree attention in fp32 arithmetic on the ordinary cores: fp32 and bf16, any width up
+// to kTreeAttentionMaxWidth.
 //
 // A block takes a tile of rows and one chunk of positions, 32 positions a step. In the
 // scores a lane is a position and a warp owns some of the rows; in the products with
@@ -204,7 +205,7 @@ struct Shared {
   int* node_last;   // [32]
   int* sources;     // [key_buffers, kStep] cache row, ~slot of the tree, or kNoKey
 
-  __host__ __device__ static size_t Bytes(int stride, int key_buffers) {
+  __host__ __device__ static constexpr size_t Bytes(int stride, int key_buffers) {
     const size_t vectors = (kRows + key_buffers * kStep) * stride;
     const size_t words = kStep * kWeightStride + 3 * kRows + 32 + key_buffers * kStep;
     return vectors * sizeof(float4) + words * sizeof(float);
@@ -456,7 +457,15 @@ __global__ void __launch_bounds__(kThreads, kItems == 1 ? 3 : 2)
 
 KDT_DYNAMIC_SHARED_MEMORY(TreeAttentionSimtKernel, kSharedBytes);
 
-int DivideUp(int x, int y) { return (x + y - 1) / y; }
+constexpr int DivideUp(int x, int y) { return (x + y - 1) / y; }
+
+// In float4; odd, so that 8 lanes read from distinct banks.
+constexpr int StrideOf(int width) { return DivideUp(width, 4) | 1; }
+
+// The smallest tile fits whatever is allowed; 4 columns more do not.
+static_assert(Shared<8>::Bytes(StrideOf(kTreeAttentionMaxWidth), 1) <= kSharedBytes);
+static_assert(Shared<8>::Bytes(StrideOf(kTreeAttentionMaxWidth + 4), 1) > kSharedBytes);
+static_assert(8 / 4 * DivideUp(kTreeAttentionMaxWidth, 4) <= kThreads * kMaxItems);
 
 // Most nodes that `rows` consecutive rows, from a multiple of `rows` on, belong to.
 int NodesOfTile(int rows, int heads) {
@@ -519,7 +528,7 @@ cudaError_t LaunchTreeAttentionSimt(cudaStream_t stream,
                                     const TreeAttentionArgs& args) {
   Params p;
   p.a = args;
-  p.stride = DivideUp(args.width, 4) | 1;  // odd: 8 lanes read from distinct banks
+  p.stride = StrideOf(args.width);
   p.log2_scale = static_cast<float>(args.scale * 1.4426950408889634);
   if (args.element == Element::kFloat32) return LaunchElement<float>(stream, p);
   return LaunchElement<__nv_bfloat16>(stream, p);
