@@ -77,8 +77,8 @@ __device__ double LogSum(const SliceSum* sums, int slices, float* row_top) {
 // Grid: [B * L]. kTree: also builds the trees; `arrivals` [B] starts at 0.
 template <bool kTree>
 __global__ void __launch_bounds__(kMergeThreads, 1)
-    MergeKernel(CandidateArgs a, int slices, const Candidate* candidates,
-                const SliceSum* sums, int* arrivals, TreeArgs tree) {
+    MergeSlicesKernel(CandidateArgs a, int slices, const Candidate* candidates,
+                      const SliceSum* sums, int* arrivals, TreeArgs tree) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ double log_sum;
   __shared__ float row_top;
@@ -131,7 +131,9 @@ __global__ void __launch_bounds__(kMergeThreads, 1)
   };
   int turn = 0;
   int total = count_from(low, turn++);
-  while (total > room) {  // ends: candidates are distinct, so k-th best has exactly k
+  // Ends: candidates are distinct, so exactly k are at or above the k-th best, and
+  // `room` is k at least.
+  while (total > room) {
     const Candidate middle = low + (high - low + 1) / 2;
     const int n = count_from(middle, turn++);
     if (n >= width) {
@@ -184,7 +186,8 @@ size_t MergeBytes(const CandidateArgs& a) {
 constexpr size_t kMostMergeBytes =
     sizeof(Candidate) *
     (RankedAtMost(kBuildTreeMaxWidth, kMergeRanked) + kMergeInShared);
-KDT_DYNAMIC_SHARED_MEMORY(MergeKernel, std::max(kMostMergeBytes, kMostSearchBytes));
+KDT_DYNAMIC_SHARED_MEMORY(MergeSlicesKernel,
+                          std::max(kMostMergeBytes, kMostSearchBytes));
 KDT_DYNAMIC_SHARED_MEMORY(TreeKernel, kMostSearchBytes);
 // More than this would have to be asked for.
 static_assert(std::max(kMostMergeBytes, kMostSearchBytes) <= 47 * 1024);
@@ -211,7 +214,9 @@ bool Fits(const TreeArgs& a) {
 template <bool kTree>
 cudaError_t LaunchBoth(cudaStream_t stream, const CandidateArgs& a,
                        const TreeArgs& tree, size_t shared_bytes) {
-  if (a.batch == 0 || a.depths == 0) return cudaSuccess;
+  if (a.batch == 0) return cudaSuccess;
+  // A tree is built behind the last row of its table; a table without rows is empty.
+  if (a.depths == 0) return kTree ? cudaErrorInvalidValue : cudaSuccess;
   if (a.width < 1 || a.width > kBuildTreeMaxWidth || a.width > a.vocab) {
     return cudaErrorInvalidValue;
   }
@@ -219,7 +224,7 @@ cudaError_t LaunchBoth(cudaStream_t stream, const CandidateArgs& a,
   const cudaError_t status = a.is_bfloat16 ? LaunchSlices<__nv_bfloat16>(stream, a, w)
                                            : LaunchSlices<float>(stream, a, w);
   if (status != cudaSuccess) return status;
-  MergeKernel<kTree><<<a.batch * a.depths, kMergeThreads, shared_bytes, stream>>>(
+  MergeSlicesKernel<kTree><<<a.batch * a.depths, kMergeThreads, shared_bytes, stream>>>(
       a, SlicesOf(a.vocab), w.candidates, w.sums, w.arrivals, tree);
   return cudaGetLastError();
 }

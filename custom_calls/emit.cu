@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kWarp) EmitKernel(EmitArgs a) {
     a.text_log_probs[static_cast<size_t>(b) * M + place] =
         a.log_probs[static_cast<size_t>(b) * A + i];
   }
+  __syncwarp();  // all lanes have read the state that lane 0 now updates
   if (lane != 0) return;
   const int new_generated = generated + kept;
   const int new_length = a.lengths[b] + committed;

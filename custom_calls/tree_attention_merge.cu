@@ -28,7 +28,8 @@ struct alignas(4 * kColumns) Columns {
 };
 
 template <typename T, int kColumns>
-__global__ void __launch_bounds__(32 * kWarps) MergeKernel(const TreeAttentionArgs a) {
+__global__ void __launch_bounds__(32 * kWarps)
+    TreeAttentionMergeKernel(const TreeAttentionArgs a) {
   const int lane = threadIdx.x % 32;
   const int slices = (a.value_dim + 32 * kColumns - 1) / (32 * kColumns);
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -48,7 +49,9 @@ __global__ void __launch_bounds__(32 * kWarps) MergeKernel(const TreeAttentionAr
   for (int offset = 16; offset > 0; offset /= 2) {
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, offset));
   }
-  if (top == -INFINITY) top = 0.0f;  // scores of -inf only: weights of 0, not of NaN
+  // Scores of -inf only: all weights are 0 instead of NaN, and so are the sums; their
+  // quotient is NaN in every column, as the softmax of such a row is.
+  if (top == -INFINITY) top = 0.0f;
 
   const int column = (static_cast<int>(unit % slices) * 32 + lane) * kColumns;
   const bool inside = column < a.value_dim;
@@ -100,7 +103,7 @@ cudaError_t LaunchColumns(cudaStream_t stream, const TreeAttentionArgs& a) {
   const int64_t slices = (a.value_dim + 32 * kColumns - 1) / (32 * kColumns);
   const int64_t units = slices * a.batch * a.nodes * a.heads;
   const unsigned blocks = static_cast<unsigned>((units + kWarps - 1) / kWarps);
-  MergeKernel<T, kColumns><<<blocks, 32 * kWarps, 0, stream>>>(a);
+  TreeAttentionMergeKernel<T, kColumns><<<blocks, 32 * kWarps, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
