@@ -92,7 +92,9 @@ struct WholeTable {
   }
 };
 
-// The same in shared memory, padded.
+// The same in shared memory, padded. After the last rank, rank == width + 1 reads the
+// next row's first entry: in bounds, as two rows follow those of the table, and never
+// used, since the candidate's own key, of rank == width, is -inf.
 struct PaddedInShared {
   const float* entries;
   int stride;
@@ -143,10 +145,14 @@ __device__ int Search(const SearchMemory& m, Table table, int width, int take) {
     frontier.key(j) = kKeyOfMinusInfinity;
     frontier.tag(j) = 32 * j + lane;
   }
-  // The node found last, and the new slot for its candidate. At first this is the root,
-  // whose candidate is the best token, and slot 1, which is set again before its use.
+  // At the head of the loop nodes 0 .. slot - 1 are taken. `parent` is the one whose
+  // candidate was taken last and became node slot - 1. These two have new candidates:
+  // the parent's is (row, rank) of the table, with parent_key as key of its sum, the
+  // new node's is (row + 1, 0), with slot_key; parent_sum and slot_sum are the nodes'
+  // own. At first there is the root alone, whose candidate is the best token. What is
+  // then written for a new node goes to slot 1, which is set again before its use.
   int parent = 0, slot = 1;
-  int row = 0, rank = 0;  // of the parent's present candidate; the slot's is below it
+  int row = 0, rank = 0;
   float parent_sum = 0.0f, slot_sum = -INFINITY;
   uint32_t parent_key = sum_key(0.0f, table(0, 0)), slot_key = kKeyOfMinusInfinity;
   if (lane == 0) {

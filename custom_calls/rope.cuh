@@ -45,8 +45,8 @@ __device__ inline __nv_bfloat16 Rounded<__nv_bfloat16>(float x) {
 // (cos, sin) of a pair at a position, rounded once to float32.
 //
 // CUDA's float64 functions are within 2 ulp of exact, so they can round to another
-// float32 than numpy's only within 2 ulp of the middle of two floats: one in 10^9
-// values. Below 262,144 positions that happens nowhere for the frequencies of the
+// float32 than numpy's only within 2 ulp of the middle of two floats: fewer than one in
+// 10^8 values. Below 262,144 positions that happens nowhere for the frequencies of the
 // published models; tests/ops/rope_cuda_test.py compares every value.
 __device__ inline float2 RopeCosSin(const RopeAngles& angles, int position, int pair) {
   const int p = min(max(position, 0), angles.length - 1);

@@ -26,7 +26,8 @@ struct DynamicSharedMemory {
 }  // namespace kdtree_jax
 
 // To stand once, in namespace kdtree_jax, for each kernel with `extern __shared__`;
-// for a template: its name and the most that any instance gets.
+// for a template: its name and the most that any instance gets. The assertion sees the
+// dynamic part alone; the sum with the static part is checked in binary_test.py.
 #define KDT_DYNAMIC_SHARED_MEMORY(kernel, most_bytes)                       \
   static_assert((most_bytes) <= kMostSharedMemory, "more than sm_120 has"); \
   static const DynamicSharedMemory shared_memory_of_##kernel(#kernel, most_bytes)

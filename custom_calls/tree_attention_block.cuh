@@ -8,6 +8,7 @@
 //   scores   S = Q K^T. Q stays in registers. Each warp takes a quarter of the W
 //            dimensions, so that it can hold two 16-row tiles of Q and a key fragment
 //            serves both; the quarters are added in a fixed order through shared memory.
+//            Quarter q is the 16-dimension tiles q, q + 4, q + 8, ...
 //   softmax  online, in the row's own threads.
 //   output   O += P V. Each warp holds a part of the columns of two 16-row tiles.
 //
@@ -38,7 +39,8 @@ struct Layout {
   static constexpr int kKTiles = kWidth / 16;
   static constexpr int kQuarterTiles = (kKTiles + kQuarters - 1) / kQuarters;
   static constexpr int kRowTiles = kRows / 16;
-  // Row tiles that a warp's scores cover, and warps that share a quarter.
+  // Row tiles that a warp's scores cover. Two warps share a quarter. With 64 rows they
+  // split the rows (kRowGroups = 2), else the keys of a step (kKeyGroups = 2).
   static constexpr int kScoreTiles = kRows >= 32 ? 2 : 1;
   static constexpr int kRowGroups = kRowTiles / kScoreTiles;
   static constexpr int kKeyGroups = 2 / kRowGroups;
@@ -98,8 +100,9 @@ class Block {
     int step = 0;
     for (; step + 1 < steps_; ++step) {
       Scores(step + 1);
-      // Behind this barrier: P of this step can be read, the scores of this step and
-      // the keys of the one before can be overwritten.
+      // After this barrier all warps have written P(step), read the scores of `step`
+      // and finished O of step - 1. So scores may be overwritten, and
+      // StartCopy(step + 3) may reuse the stage of step - 1.
       const bool rescale = __syncthreads_or(rescale_);
       StoreScores();
       if (rescale) Rescale(step);
@@ -122,6 +125,7 @@ class Block {
     length_ = min(max(a_.lengths[batch_], 0), a_.capacity);
     first_node_ = first_row_ / a_.heads;
     const int last_node = (row_end_ - 1) / a_.heads;
+    // heads % kRows == 0 without kManyNodes, so a block is one node.
     node_count_ = kManyNodes ? last_node - first_node_ + 1 : 1;
     int last = 0;
     for (int n = first_node_; n <= last_node; ++n) last = max(last, LastPosition(n));
