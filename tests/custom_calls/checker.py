@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,13 @@ _HOST = ("kdtr_check.cc", "list.cc", "kdtr.cc", "json.cc")
 _RUNNER = ("run_cases.cc", "golden_case.cc", "buffers.cc", "compare.cc")
 
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def temporary_folder(prefix: str) -> Path:
+  """A new folder that is gone when Python ends."""
+  folder = Path(tempfile.mkdtemp(prefix=prefix))
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  return folder
 
 
 def _runs(program: Path) -> bool:
@@ -38,9 +46,7 @@ def _compile(sources: Sequence[str | Path], *arguments: str) -> Path | None:
   compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   if compiler is None:
     return None
-  folder = Path(tempfile.mkdtemp(prefix="kdtr_check"))
-  atexit.register(shutil.rmtree, folder, ignore_errors=True)
-  program = folder / "kdtr_check"
+  program = temporary_folder("kdtr_check") / "kdtr_check"
   command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
   command += [*map(str, sources), "-o", str(program), *arguments]
   done = None
@@ -62,17 +68,19 @@ def host_checker() -> Path | None:
 @functools.cache
 def fake_checker() -> Path | None:
   """The checker over `fake_gpu.cc`; None without a compiler or CUDA's headers."""
-  if (include := _cuda_headers()) is None:
+  if (include := cuda_headers()) is None:
     return None
   here = Path(__file__).parent
   sources = [*_HOST, *_RUNNER, "accept_tree_case.cc", here / "fake_gpu.cc"]
   return _compile(sources, "-I..", "-I.", "-isystem", str(include))
 
 
-def _cuda_headers() -> Path | None:
+def cuda_headers() -> Path | None:
+  """The folder of cuda_runtime_api.h; None where there is none."""
   nvcc = shutil.which("nvcc")
   homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
-  for home in [*homes, "/usr/local/cuda"]:
+  pip = os.path.join(sysconfig.get_path("purelib"), "nvidia", "cu13")
+  for home in [*homes, "/usr/local/cuda", pip]:
     if home and (Path(home) / "include" / "cuda_runtime_api.h").exists():
       return Path(home) / "include"
   return None

@@ -1,0 +1,559 @@
+"""Wrappers and handlers of the custom calls fit together, and handlers refuse the rest.
+
+The handlers are compiled for the CPU, with launchers that do nothing (`handlers.cc`).
+Each wrapper then runs on the CPU as it would on a GPU, up to the launch; what it passes
+is recorded and passed again with one thing wrong at a time. Needs neither a GPU nor
+nvcc, but a C++ compiler and CUDA's headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kdtree_jax import ops
+from kdtree_jax.decoding import emit
+from kdtree_jax.decoding.state import DecodeState, Limits
+from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.ops import _implementation, _library
+from kdtree_jax.ops.rope import RopeFrequencies, rope_table
+from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
+from kdtree_jax.tree import Tree
+from tests.custom_calls import checker
+
+PREFIX = "handlers_test."  # of the names on the CPU
+
+STATE = "root finish generated rounds tokens text_log_probs accepted"
+TREE = "token_ids parents depths log_probs size"
+
+# Operands and results of each handler, in order.
+OPERANDS = {
+  "accept_tree": "token_ids parents size target_tokens",
+  "ancestors": "parents depths",
+  "best_token": "logits",
+  "build_tree": "logits root_tokens limit max_depth",
+  "compact": "cache tree_keys path length start",
+  "emit": f"{STATE} token_ids choices path length bonus log_probs lengths stop_tokens "
+  "capacity",
+  "log_softmax_topk": "logits",
+  "rope": "x positions cos sin",
+  "rope_keys": "kv weight positions cos sin",
+  "rope_queries": "absorbed q positions cos sin",
+  "token_log_probs": "logits tokens path",
+  "tree_attention": "q cache tree_keys ancestors depths lengths",
+  "tree_from_table": "table table_tokens root_tokens limit max_depth",
+}
+RESULTS = {
+  "accept_tree": "path length bonus",
+  "ancestors": "ancestors",
+  "best_token": "tokens",
+  "build_tree": f"{TREE} table table_tokens workspace",
+  "compact": "new_cache",
+  "emit": f"{STATE} committed new_lengths kept path_tokens",
+  "log_softmax_topk": "table table_tokens workspace",
+  "rope": "out",
+  "rope_keys": "out",
+  "rope_queries": "out",
+  "token_log_probs": "log_probs",
+  "tree_attention": "out accumulators maxima sums",
+  "tree_from_table": TREE,
+}
+# Sizes that no other array has, so that one more is right as well.
+FREE = {
+  "accept_tree": {("path", 1)},
+  "ancestors": {("ancestors", 2)},
+  "best_token": {("logits", 1)},
+  "build_tree": {("logits", 1), ("logits", 2), ("workspace", 0)},
+  "compact": {("tree_keys", 2), ("path", 1)},
+  "emit": {("stop_tokens", 0)},
+  "log_softmax_topk": {("logits", 1), ("logits", 2), ("workspace", 0)},
+  "token_log_probs": {("logits", 2)},
+  "tree_attention": {("cache", 0), ("cache", 2), ("ancestors", 2)},
+}
+# Arrays that say which sizes the others must have: one of the others is named then.
+LEADING = {
+  "accept_tree": {"token_ids"},
+  "ancestors": {"parents"},
+  "best_token": {"logits"},
+  "build_tree": {"logits", "table", "token_ids"},
+  "compact": {"cache", "path"},
+  "emit": {"token_ids", "path", "tokens"},
+  "log_softmax_topk": {"logits", "table"},
+  "rope": {"x", "cos"},
+  "rope_keys": {"kv", "weight", "cos"},
+  "rope_queries": {"q", "absorbed", "cos"},
+  "token_log_probs": {"logits", "path"},
+  "tree_attention": {"q", "out", "maxima"},
+  "tree_from_table": {"table", "token_ids"},
+}
+
+
+# A first call raises the one, later ones the other.
+ERRORS = (ValueError, jax.errors.JaxRuntimeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What a wrapper passes to `jax.ffi`."""
+
+  op: str
+  operands: tuple[jax.ShapeDtypeStruct, ...]
+  results: tuple[jax.ShapeDtypeStruct, ...]
+  attributes: dict[str, Any]
+  aliases: dict[int, int]
+
+  def names(self, kind: str) -> list[str]:
+    table = OPERANDS if kind == "operands" else RESULTS
+    return table[self.op].split()[: len(getattr(self, kind))]
+
+  def buffers(self) -> Iterator[tuple[str, int, str]]:
+    """Operands or results, which of them, and its name."""
+    for kind in ("operands", "results"):
+      for i, name in enumerate(self.names(kind)):
+        yield kind, i, name
+
+  def changed(self, kind: str, i: int, shape: tuple[int, ...], dtype: Any) -> Call:
+    """With another operand or result; then it shares no buffer any more."""
+    arrays = list(getattr(self, kind))
+    arrays[i] = jax.ShapeDtypeStruct(shape, dtype)
+    aliases = {k: v for k, v in self.aliases.items() if k != i}
+    return dataclasses.replace(self, aliases=aliases, **{kind: tuple(arrays)})
+
+  def run(self) -> None:
+    call = jax.ffi.ffi_call(
+      PREFIX + self.op, self.results, input_output_aliases=self.aliases
+    )
+    arrays = [jnp.zeros(x.shape, x.dtype) for x in self.operands]
+    jax.block_until_ready(call(*arrays, **self.attributes))
+
+  def error(self) -> str:
+    """What the handler says against it; "" where it launches."""
+    before = launches()
+    try:
+      self.run()
+    except ERRORS as error:
+      assert launches() == before
+      return str(error)
+    assert launches() == before + 1
+    return ""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+  """The handlers on the host, registered for the CPU; skips where they cannot be."""
+  compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+  cuda = checker.cuda_headers()
+  if compiler is None or cuda is None:
+    pytest.skip("needs a C++ compiler and CUDA's headers")
+  here = Path(__file__).parent
+  path = checker.temporary_folder("kdtree_handlers") / "handlers.so"
+  command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC", "-Wall"]
+  command += [f"-I{checker.ROOT / 'custom_calls'}", "-isystem", str(cuda)]
+  command += ["-isystem", jax.ffi.include_dir(), str(here / "handlers.cc")]
+  done = subprocess.run(
+    [*command, "-o", str(path)], capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  loaded = ctypes.CDLL(str(path))
+  for target, symbol in _library.TARGETS.items():
+    op = target.removeprefix("kdtree_jax.")
+    handler = jax.ffi.pycapsule(getattr(loaded, symbol))
+    jax.ffi.register_ffi_target(PREFIX + op, handler, platform="cpu")
+  return loaded
+
+
+def number(name: str) -> ctypes.c_int:
+  return ctypes.c_int.in_dll(library(), name)
+
+
+def launches() -> int:
+  return number("kdt_launches").value
+
+
+def ints(*shape: int) -> jax.Array:
+  return jnp.zeros(shape, jnp.int32)
+
+
+def floats(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+  return jnp.zeros(shape, dtype)
+
+
+# B = 3, N = 5; other sizes all differ, so that none passes for another.
+def tree() -> Tree:
+  return Tree(ints(3, 5), ints(3, 5), ints(3, 5), floats(3, 5), ints(3))
+
+
+def attention(dtype: Any, **settings: Any) -> Callable[[], Any]:
+  return lambda: ops.tree_attention(
+    floats(3, 5, 7, 20, dtype=dtype),
+    floats(2, 3, 64, 20, dtype=dtype),
+    floats(3, 5, 20, dtype=dtype),
+    ints(3, 5, 6),
+    ints(3, 5),
+    ints(3),
+    **(
+      {"scale": 0.5, "value_dim": 16, "layer": 1, "implementation": "cuda"} | settings
+    ),
+  )
+
+
+def append() -> Any:
+  cache = LatentCache(floats(1, 3, 8, 4), ints(3))
+  state = DecodeState.empty(cache, (), 9, 16, keep_logits=False)
+  accepted = emit.Accepted(
+    ints(3, 5), ints(3, 5), ints(3, 4), ints(3), ints(3), floats(3, 4)
+  )
+  return emit.append(state, accepted, Limits(ints(2), ints(), ints()), "cuda")
+
+
+FREQUENCIES = RopeFrequencies.create(8, 10000.0, None)
+COS, SIN = rope_table(8, 40, 10000.0, None)
+ROTATE = {"interleave": True, "implementation": "cuda"}
+CUDA = {"implementation": "cuda"}
+bf16 = jnp.bfloat16
+
+# Each wrapper, in each way that changes the kinds of what it passes.
+CASES: dict[str, Callable[[], Any]] = {
+  "accept_tree": lambda: ops.accept_tree(tree(), ints(3, 5), 3, **CUDA),
+  "ancestors": lambda: ops.ancestors(tree(), 3, **CUDA),
+  "best_token": lambda: ops.best_token(floats(3, 5, 11), **CUDA),
+  "build_tree": lambda: ops.build_tree(floats(3, 4, 50), ints(3), 6, rows=9, **CUDA),
+  "build_tree bf16 bounds": lambda: ops.build_tree(
+    floats(3, 4, 50, dtype=bf16), ints(3), 6, limit=ints(3), max_depth=ints(3), **CUDA
+  ),
+  "build_tree chain": lambda: ops.chain_tree(floats(3, 4, 50), ints(3), rows=4, **CUDA),
+  "compact": lambda: ops.compact(
+    floats(2, 3, 8, 6), floats(2, 3, 5, 6), ints(3, 4), ints(3), ints(3), **CUDA
+  ),
+  "emit": append,
+  "log_softmax_topk": lambda: ops.log_softmax_topk(floats(3, 4, 50), 7, **CUDA),
+  "log_softmax_topk bf16": lambda: ops.log_softmax_topk(
+    floats(3, 4, 50, dtype=bf16), 7, **CUDA
+  ),
+  "rope": lambda: ops.rope(floats(3, 5, 7, 8), ints(3, 5, 1), COS, SIN, **ROTATE),
+  "rope bf16 frequencies": lambda: ops.rope(
+    floats(3, 5, 7, 8, dtype=bf16),
+    ints(3, 5, 1),
+    COS,
+    SIN,
+    frequencies=FREQUENCIES,
+    **ROTATE,
+  ),
+  "rope_keys": lambda: rope_keys(
+    floats(3, 5, 20), floats(12), ints(3, 5), COS, SIN, eps=1e-6, **ROTATE
+  ),
+  "rope_keys bf16 frequencies": lambda: rope_keys(
+    floats(3, 5, 20, dtype=bf16),
+    floats(12, dtype=bf16),
+    ints(3, 5),
+    COS,
+    SIN,
+    eps=1e-6,
+    frequencies=FREQUENCIES,
+    **ROTATE,
+  ),
+  "rope_queries": lambda: rope_queries(
+    floats(3, 5, 7, 12), floats(3, 5, 7, 14), ints(3, 5), COS, SIN, **ROTATE
+  ),
+  "rope_queries bf16 frequencies": lambda: rope_queries(
+    floats(3, 5, 7, 12, dtype=bf16),
+    floats(3, 5, 7, 14, dtype=bf16),
+    ints(3, 5),
+    COS,
+    SIN,
+    frequencies=FREQUENCIES,
+    **ROTATE,
+  ),
+  "token_log_probs": lambda: ops.token_log_probs(
+    floats(3, 5, 11), ints(3, 5), ints(3, 4), **CUDA
+  ),
+  "tree_attention": attention(jnp.float32),
+  "tree_attention bf16": attention(bf16, chunk=16),
+  "tree_from_table": lambda: ops.tree_from_table(
+    floats(3, 4, 7), ints(3, 4, 7), ints(3), 6, **CUDA
+  ),
+}
+
+
+@functools.cache
+def recorded(case: str) -> Call:
+  """Runs a wrapper on the CPU, which must launch once; returns what it passed."""
+  library()
+  found: list[Call] = []
+  real = jax.ffi.ffi_call
+
+  def ffi_call(target: str, results: Any, **settings: Any) -> Any:
+    op = target.removeprefix("kdtree_jax.")
+    call = real(PREFIX + op, results, **settings)
+
+    def function(*operands: jax.Array, **attributes: Any) -> Any:
+      shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+      aliases = settings.get("input_output_aliases") or {}
+      kinds = tuple(shapes), tuple(jax.tree.leaves(results))
+      found.append(Call(op, *kinds, attributes, aliases))
+      return call(*operands, **attributes)
+
+    return function
+
+  def dispatch(op: str, chosen: str, cuda: Any, xla: Any, *arguments: Any) -> Any:
+    assert chosen == "cuda", op
+    return cuda(*arguments)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax.ffi, "ffi_call", ffi_call)
+    patch.setattr(_implementation, "dispatch", dispatch)
+    before = launches()
+    jax.block_until_ready(CASES[case]())
+  assert launches() == before + 1
+  (call,) = found
+  assert call.op == case.split()[0]
+  return call
+
+
+def other_dtype(dtype: Any) -> Any:
+  return jnp.int32 if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_wrapper_passes_suits_the_handler(case: str) -> None:
+  call = recorded(case)
+  tables = call.op.startswith("rope") and "frequencies" not in case
+  assert len(call.operands) == len(OPERANDS[call.op].split()) - (
+    2 if call.op.startswith("rope") and not tables else 0
+  )
+  assert len(call.results) == len(RESULTS[call.op].split())
+  assert call.error() == ""
+
+
+def test_every_target_has_a_wrapper_here() -> None:
+  have = {f"kdtree_jax.{case.split()[0]}" for case in CASES}
+  assert have == set(_library.TARGETS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_size_is_checked(case: str) -> None:
+  call = recorded(case)
+  free = FREE.get(call.op, set())
+  for kind, i, name in call.buffers():
+    array = getattr(call, kind)[i]
+    for axis in range(array.ndim):
+      shape = list(array.shape)
+      shape[axis] += 1
+      error = call.changed(kind, i, tuple(shape), array.dtype).error()
+      where = f"{kind} {name} {array.shape} -> {shape}: {error}"
+      if (name, axis) in free:
+        assert not error, where
+        continue
+      match = re.match(rf"INVALID_ARGUMENT: kdtree_jax\.{call.op}: (\w+)", error)
+      assert match, where
+      if name in LEADING[call.op]:
+        assert match[1] in {x for _, _, x in call.buffers()} | set(call.attributes), (
+          where
+        )
+      else:
+        assert match[1] == name, where
+      if "has shape" in error:
+        assert re.search(r"has shape \[.*\]; it must be \[.*\]", error), where
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_and_dtype_is_checked(case: str) -> None:
+  call = recorded(case)
+  for kind, i, name in call.buffers():
+    array = getattr(call, kind)[i]
+    for shape, dtype in (
+      ((*array.shape, 1), array.dtype),
+      (array.shape[1:], array.dtype) if array.ndim else ((1, 1), array.dtype),
+      (array.shape, other_dtype(array.dtype)),
+      (array.shape, jnp.float16),
+    ):
+      if name in ("limit", "max_depth") and shape in ((1, 1), ()):
+        continue  # One value for all, whatever its rank.
+      error = call.changed(kind, i, shape, dtype).error()
+      assert error.startswith("INVALID_ARGUMENT: "), f"{kind} {name} {shape} {dtype}"
+      # XLA itself checks where the handler asks for one dtype and rank.
+      if "kdtree_jax" in error:
+        names = (
+          {x for _, _, x in call.buffers()} if name in LEADING[call.op] else {name}
+        )
+        assert set(re.findall(r"\w+", error)) & names, error
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_attribute_is_checked(case: str) -> None:
+  call = recorded(case)
+  for name, value in call.attributes.items():
+    others = {k: v for k, v in call.attributes.items() if k != name}
+    wrong = 2 if isinstance(value, float) else 0.5
+    for attributes in (others, others | {name: wrong}, others | {name: "text"}):
+      error = dataclasses.replace(call, attributes=attributes).error()
+      assert error.startswith("INVALID_ARGUMENT: "), f"{attributes}: {error}"
+  if call.attributes:  # Of a handler without any, XLA does not look at them.
+    extra = dataclasses.replace(call, attributes=call.attributes | {"unknown": 1})
+    assert extra.error().startswith("INVALID_ARGUMENT: ")
+
+
+@pytest.mark.parametrize("case", ["emit", "compact"])
+def test_what_is_updated_in_place_must_be_one_buffer(case: str) -> None:
+  call = recorded(case)
+  assert call.aliases == {i: i for i in range(7 if case == "emit" else 1)}
+  for i in call.aliases:
+    aliases = {k: v for k, v in call.aliases.items() if k != i}
+    error = dataclasses.replace(call, aliases=aliases).error()
+    name = OPERANDS[call.op].split()[i]
+    assert f"kdtree_jax.{case}: {name} must be one buffer" in error
+
+
+@pytest.mark.parametrize(
+  ("case", "attributes", "says"),
+  [
+    ("build_tree", {"budget": -1}, "budget -1"),
+    ("build_tree", {"budget": 1024}, "budget 1024"),
+    ("build_tree", {"budget": 9}, "budget 9 with 9 slots of token_ids"),
+    ("tree_from_table", {"budget": 7}, "budget 7 with 7 slots"),
+    ("rope bf16 frequencies", {"length": 0}, "length 0 is not allowed"),
+    ("rope bf16 frequencies", {"length": 2**31}, "length 2147483648 is not"),
+    ("rope_keys bf16 frequencies", {"frequencies": np.ones(3)}, "frequencies has 3"),
+    ("rope_queries", {"offset": -1}, "offset -1"),
+    ("rope_queries", {"offset": 14}, "offset 14"),
+    ("rope_queries", {"offset": -(2**63)}, "offset -9223372036854775808"),
+    ("rope_queries", {"offset": 5}, "offset 5"),
+    ("rope_queries", {"offset": 4}, r"out has shape \[3, 5, 7, 20\]; .* 5, 7, 22\]"),
+    ("tree_attention", {"layer": 2}, "layer 2 is none of the cache's 2"),
+    ("tree_attention", {"layer": -1}, "layer -1"),
+    ("tree_attention", {"chunk": 0}, "chunk 0 is not"),
+    ("tree_attention", {"chunk": 24}, "chunk 24 is not"),
+    ("tree_attention", {"chunk": 2**20 + 16}, "chunk 1048592 is not"),
+    ("tree_attention", {"chunk": 2**32}, "chunk 4294967296 is not"),
+    ("tree_attention", {"chunk": 64}, "maxima has 1 chunks of 64 positions, too few"),
+    ("tree_attention", {"rows_per_block": 8}, "rows_per_block must be 0, 16, 32 or"),
+  ],
+)
+def test_attributes_out_of_range_are_refused(case, attributes, says) -> None:
+  call = recorded(case)
+  error = dataclasses.replace(call, attributes=call.attributes | attributes).error()
+  assert re.search(f"^INVALID_ARGUMENT: kdtree_jax.{call.op}: {says}", error), error
+
+
+def with_sizes(call: Call, **sizes: dict[int, int]) -> Call:
+  """With other sizes of axes, by the name of the array."""
+  for kind, i, name in call.buffers():
+    array = getattr(call, kind)[i]
+    shape = [sizes.get(name, {}).get(k, x) for k, x in enumerate(array.shape)]
+    if tuple(shape) != array.shape:
+      call = call.changed(kind, i, tuple(shape), array.dtype)
+  return call
+
+
+def row(**others: dict[int, int]) -> dict[str, dict[int, int]]:
+  """Tree attention of one row of one feature; `others` on top."""
+  sizes: dict[str, dict[int, int]] = {
+    "q": {0: 1, 1: 1, 2: 1, 3: 1},
+    "cache": {1: 1, 2: 1, 3: 1},
+    "tree_keys": {0: 1, 1: 1, 2: 1},
+    "ancestors": {0: 1, 1: 1},
+    "depths": {0: 1, 1: 1},
+    "lengths": {0: 1},
+    "out": {0: 1, 1: 1, 2: 1, 3: 1},
+    "accumulators": {0: 1, 1: 1, 3: 1},
+    "maxima": {0: 1, 1: 1},
+    "sums": {0: 1, 1: 1},
+  }
+  return {name: sizes[name] | others.get(name, {}) for name in sizes}
+
+
+def chunks(C: int) -> dict[str, dict[int, int]]:
+  return row(accumulators={2: C}, maxima={2: C}, sums={2: C})
+
+
+def batch(B: int) -> dict[str, dict[int, int]]:
+  return row(**{name: {1 if name == "cache" else 0: B} for name in row()})
+
+
+@pytest.mark.parametrize(
+  ("case", "sizes", "says"),
+  [
+    ("accept_tree", {k: {1: 6145} for k in OPERANDS["accept_tree"].split()}, "6144"),
+    ("accept_tree", {"path": {1: 0}}, "path has no slot"),
+    ("ancestors", {"parents": {1: 4097}}, "parents has 4097 slots"),
+    ("best_token", {"logits": {1: 0}}, "logits has no token"),
+    ("build_tree", {"table": {1: 0}, "table_tokens": {1: 0}}, "table has no depth"),
+    ("build_tree", {"table": {1: 5}, "table_tokens": {1: 5}}, "table has 5 depths"),
+    ("build_tree", {"table": {2: 51}, "table_tokens": {2: 51}}, "table has 51 cand"),
+    ("build_tree", {"table": {2: 0}, "table_tokens": {2: 0}}, "table has 0 cand"),
+    ("build_tree", {"workspace": {0: 8}}, "the workspace is too small"),
+    ("log_softmax_topk", {"workspace": {0: 8}}, "the workspace is too small"),
+    ("emit", {"token_ids": {1: 0}, "choices": {1: 0}}, "token_ids has no slot"),
+    ("emit", {k: {1: 0} for k in ("path", "log_probs", "path_tokens")}, "path has no"),
+    ("rope", {"x": {2: 258}, "out": {2: 258}}, "there are 129 pairs of features; 1"),
+    ("rope", {"cos": {0: 0}, "sin": {0: 0}}, "cos has no row"),
+    ("token_log_probs", {"logits": {2: 0}}, "logits must have a row and a token"),
+    (
+      "tree_attention",
+      {"q": {3: 621}, "cache": {3: 621}, "tree_keys": {2: 621}},
+      r"q is 621 wide; 1 \.\. 620",
+    ),
+    ("tree_attention", {"out": {3: 21}, "accumulators": {3: 21}}, "out is 21 wide; 1"),
+    ("tree_attention", {"out": {3: 0}, "accumulators": {3: 0}}, "out is 0 wide; 1"),
+    ("tree_attention", {"ancestors": {2: 0}}, "ancestors has no depth"),
+    ("tree_attention", {"cache": {2: 128}}, "maxima has 1 chunks of 128 positions"),
+    ("tree_attention", chunks(65536), "maxima has 65536 chunks; at most 65535"),
+    ("tree_attention", chunks(65535), ""),
+    ("tree_attention", batch(65536), "q has 65536 sequences; at most 65535"),
+    ("tree_attention", batch(65535), ""),
+  ],
+)
+def test_sizes_out_of_range_are_refused(case, sizes, says) -> None:
+  error = with_sizes(recorded(case), **sizes).error()
+  if not says:
+    assert not error
+  else:
+    assert re.search(f"^INVALID_ARGUMENT: kdtree_jax.{case}: .*{says}", error), error
+
+
+def test_more_positions_than_an_int_holds_are_refused() -> None:
+  call = recorded("tree_attention")
+  attributes = call.attributes | {"chunk": 2**20}
+  for C, says in ((2047, ""), (2048, "more than 2.31 - 1 positions")):
+    wide = with_sizes(call, **chunks(C))
+    error = dataclasses.replace(wide, attributes=attributes).error()
+    assert re.search(says, error) if says else not error
+
+
+def test_keys_off_their_alignment_are_refused() -> None:
+  """The tensor-core form copies 16 bytes at a time. Layer 1 lies 2 bytes further on."""
+  call = recorded("tree_attention bf16")
+  call = with_sizes(call, **row())
+  first = dataclasses.replace(call, attributes=call.attributes | {"layer": 0})
+  supports = number("kdt_mma_supports")
+  assert call.error() == ""
+  supports.value = 1
+  try:
+    assert first.error() == ""
+    assert "tree_attention: cache must lie on a multiple of 16 bytes" in call.error()
+  finally:
+    supports.value = 0
+
+
+def test_what_a_launcher_returns_is_reported() -> None:
+  call, status = recorded("best_token"), number("kdt_status")
+  for value, says in ((1, "as told"), (209, "has no code for this GPU. Rebuild")):
+    status.value = value
+    try:
+      with pytest.raises(ERRORS, match="INTERNAL.*" + says):
+        call.run()
+    finally:
+      status.value = 0
