@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kdtree_jax.decoding.state import (
   DecodeState,
   Limits,
-  emit,
+  append_tokens,
   end_full_or_failed,
 )
 from kdtree_jax.model.cache import LatentCache
@@ -152,8 +152,8 @@ def _xla(
   state = dataclasses.replace(
     state, cache=LatentCache(state.cache.data, state.cache.lengths + length)
   )
-  state, kept = emit(
-    state, new_tokens, None, count, limits, log_probs=accepted.log_probs
+  state, kept = append_tokens(
+    state, new_tokens, accepted.log_probs, None, count, limits
   )
   state = _count_round(state, running, kept)
   state = end_full_or_failed(state, failed, limits)

@@ -10,10 +10,16 @@ import jax.numpy as jnp
 
 from kdtree_jax.decoding.rounds import verify_step
 from kdtree_jax.decoding.sampling import NO_TOKEN, Sampler
-from kdtree_jax.decoding.state import DecodeState, Limits, emit, end_full_or_failed
+from kdtree_jax.decoding.state import (
+  DecodeState,
+  Limits,
+  append_tokens,
+  end_full_or_failed,
+)
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.compaction import compact
+from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
 
@@ -135,7 +141,12 @@ def first_tokens(
   masked = dataclasses.replace(
     started, finish=jnp.where(admitted, started.finish, DecodeState.IDLE)
   )
-  new_state, _ = emit(masked, choices, logits[:, None], count, limits)
+  log_probs = token_log_probs(
+    logits[:, None], choices, zero[:, None], implementation="xla"
+  )
+  new_state, _ = append_tokens(
+    masked, choices, log_probs, logits[:, None], count, limits
+  )
   new_state = end_full_or_failed(new_state, failed & admitted, limits)
   return dataclasses.replace(
     new_state,

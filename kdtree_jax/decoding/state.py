@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.model.cache import LatentCache
-from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.tree import Tree
 
 
@@ -129,14 +128,13 @@ class RoundTrace:
   start: jax.Array
 
 
-def emit(
+def append_tokens(
   state: DecodeState,
   new_tokens: jax.Array,
+  log_probs: jax.Array,
   new_logits: jax.Array | None,
   count: jax.Array,
   limits: Limits,
-  *,
-  log_probs: jax.Array | None = None,
 ) -> tuple[DecodeState, jax.Array]:
   """Appends tokens to the running slots and finds out which of them ended.
 
@@ -147,11 +145,11 @@ def emit(
     state: before the append; `cache.lengths` already counts the tokens whose
       keys were committed.
     new_tokens: i32 [B, A] in order.
-    new_logits: f32 [B, A, V] raw logits that each was chosen from. May be None where
-      `log_probs` is given and the state keeps no logits.
+    log_probs: f32 [B, A] of the tokens.
+    new_logits: f32 [B, A, V] raw logits that each was chosen from; None leaves the
+      state's as they are.
     count: i32 [B] how many of them were chosen, 0 .. A.
     limits: what ends a sequence.
-    log_probs: f32 [B, A] of the tokens; from the logits if None.
 
   Returns:
     (state, i32 [B] tokens that were appended after the cut).
@@ -174,17 +172,8 @@ def emit(
     return buffer.at[row, place].set(values, mode="drop", unique_indices=True)
 
   logits = state.logits
-  if new_logits is None:
-    if log_probs is None or logits.shape[1]:
-      raise ValueError(
-        "new_logits is None, which needs log_probs and a state without logits"
-      )
-  else:
-    if logits.shape[1]:
-      logits = write(logits, new_logits)
-    if log_probs is None:
-      path = jnp.broadcast_to(i, (B, A))
-      log_probs = token_log_probs(new_logits, new_tokens, path, implementation="xla")
+  if new_logits is not None and logits.shape[1]:
+    logits = write(logits, new_logits)
   generated = state.generated + kept
   finish = jnp.select(
     [~state.running, first_stop < kept, generated >= M],
