@@ -1,5 +1,5 @@
 // The handlers of all custom calls for a GPU that is none: XLA's CPU client calls them,
-// and the launchers count their calls and write nothing. For handlers_test.py.
+// and the launchers count their calls and write nothing. For handler_calls.py.
 
 #include <cuda_runtime_api.h>
 
