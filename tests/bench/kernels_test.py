@@ -231,7 +231,8 @@ def test_the_command_says_what_it_needs(arguments, words, no_gpu, tmp_path):
 def test_pages_are_filled_from_files(measured, tmp_path):
   page = tmp_path / "page.md"
   page.write_text(
-    "before\n<!-- figures: k.json -->\nthe former table\n<!-- end of figures -->\nbetween\n"
+    "before\n<!-- figures: k.json -->\nthe former table\n<!-- end of figures -->\n"
+    "between\n"
     "<!-- figures: missing.json -->\n<!-- end of figures -->\nafter\n"
   )
   report.write_json(tmp_path / "k.json", measured)
