@@ -137,7 +137,10 @@ class Rounds:
     # As `kdtree_jax.decode` compiles its loop.
     on_gpu = all(d.platform == "gpu" for d in start.state.root.devices())
     self.captured = config.capture_loop and on_gpu
-    self._options: Any = dict(CAPTURED_LOOP_OPTIONS) if self.captured else None
+    self._options: dict[str, Any] = {
+      **(modules.SAME_SUMS_OPTIONS if on_gpu else {}),
+      **(CAPTURED_LOOP_OPTIONS if self.captured else {}),
+    }
     self._sampler = Sampler.create(config.temperature, config.top_p, config.seed)
     self._limits = Limits(
       stop_tokens=jnp.full((4,), -1, jnp.int32),
