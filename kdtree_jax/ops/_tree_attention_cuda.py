@@ -9,6 +9,11 @@ MAX_NODES = 128
 MAX_ANCESTORS = 129  # a root and 128 drafts
 MAX_WIDTH = 576  # kv_lora_rank + qk_rope_head_dim of DeepSeek-V3 and Kimi
 CHUNK_MULTIPLE = 16
+MAX_CHUNK = 2**20
+# Sequences and chunks are axes of the grid, positions are ints.
+MAX_BATCH = 65535
+MAX_CHUNKS = 65535
+MAX_POSITIONS = 2**31 - 1
 
 
 def default_chunk(positions: int) -> int:
@@ -27,16 +32,16 @@ def default_chunk(positions: int) -> int:
 
 
 def obstacle(
-  q: jax.Array, capacity: int, ancestors: jax.Array, chunk: int | None
+  q: jax.Array, capacity: int, ancestors: jax.Array, chunk: int
 ) -> str | None:
   """What keeps the custom call from taking these arguments, or None.
 
   Args:
     q, ancestors: as in `tree_attention`, of agreeing shapes and dtypes.
     capacity: S, positions of the cache.
-    chunk: the caller's, or None.
+    chunk: positions per chunk, the caller's or the default.
   """
-  _, N, H, W = q.shape
+  B, N, H, W = q.shape
   A = ancestors.shape[-1]
   if q.dtype not in (jnp.float32, jnp.bfloat16):
     return f"q, cache and tree_keys must be float32 or bfloat16; they are {q.dtype}"
@@ -52,9 +57,23 @@ def obstacle(
     return f"q {q.shape} is {W} wide; at most {MAX_WIDTH} is allowed"
   if capacity < 1:
     return "cache holds no position"
-  if chunk is not None and chunk % CHUNK_MULTIPLE:
+  if B > MAX_BATCH:
+    return f"q {q.shape} has {B} sequences; at most {MAX_BATCH} are allowed"
+  if chunk % CHUNK_MULTIPLE:
     return f"chunk = {chunk} must be a multiple of {CHUNK_MULTIPLE}"
+  if chunk > MAX_CHUNK:
+    return f"chunk = {chunk} is too large; at most {MAX_CHUNK} is allowed"
+  chunks = _chunks(capacity, A, chunk)
+  if chunks > MAX_CHUNKS or chunks * chunk > MAX_POSITIONS:
+    return (
+      f"cache of {capacity} positions makes {chunks} chunks of {chunk}; at most "
+      f"{MAX_CHUNKS} chunks and {MAX_POSITIONS} positions are allowed"
+    )
   return None
+
+
+def _chunks(capacity: int, depths: int, chunk: int) -> int:
+  return -(-(capacity + depths) // chunk)
 
 
 def attend(
@@ -77,7 +96,7 @@ def attend(
   of the result depends on it.
   """
   B, N, H, _ = q.shape
-  chunks = -(-(cache.shape[2] + ancestors.shape[2]) // chunk)
+  chunks = _chunks(cache.shape[2], ancestors.shape[2], chunk)
   rows = N * H
   call = jax.ffi.ffi_call(
     "kdtree_jax.tree_attention",

@@ -67,7 +67,8 @@ def tree_attention(
       large a cache was made.
     implementation: "auto", "xla" or "cuda". The CUDA form takes float32 and
       bfloat16, at most 128 nodes, 129 depths and W = 576, and chunks of a multiple
-      of 16. What goes beyond has the XLA form under "auto" too, in all programs.
+      of 16; and at most 65,535 sequences, 65,535 chunks and chunks of 2^20. What goes
+      beyond has the XLA form under "auto" too, in all programs.
 
   Returns:
     [B, N, H, value_dim] in `q.dtype`. Where `lengths`, `depths` or `ancestors` are
@@ -87,7 +88,11 @@ def tree_attention(
   for name, value in (("chunk", chunk), ("max_positions", max_positions)):
     if value is not None and value < 1:
       raise ValueError(f"{name} = {value} must be at least 1")
-  obstacle = _tree_attention_cuda.obstacle(q, one.shape[1], ancestors, chunk)
+  capacity = one.shape[1]
+  cuda_chunk = chunk
+  if cuda_chunk is None:
+    cuda_chunk = _tree_attention_cuda.default_chunk(max_positions or capacity)
+  obstacle = _tree_attention_cuda.obstacle(q, capacity, ancestors, cuda_chunk)
   if obstacle is not None and implementation == "cuda":
     raise ValueError(
       f"implementation='cuda' of tree_attention: {obstacle}; "
@@ -98,13 +103,12 @@ def tree_attention(
   xla_chunk = CHUNK if chunk is None else chunk
   if implementation != "cuda":
     _implementation.resolve("tree_attention", implementation)
-    _check_whole_chunks(one.shape[1], xla_chunk)
+    _check_whole_chunks(capacity, xla_chunk)
 
   arrays = map(jnp.asarray, (q, cache, tree_keys, ancestors, depths, lengths))
   q, cache, tree_keys, ancestors, depths, lengths = arrays
   if layer is None:
     cache, layer = cache[None], 0
-  cuda_chunk = _tree_attention_cuda.default_chunk(max_positions or cache.shape[2])
   settings = {"scale": scale, "value_dim": value_dim, "layer": layer}
   return _implementation.dispatch(
     "tree_attention",
@@ -112,7 +116,7 @@ def tree_attention(
     functools.partial(
       _tree_attention_cuda.attend,
       **settings,
-      chunk=cuda_chunk if chunk is None else chunk,
+      chunk=cuda_chunk,
     ),
     functools.partial(_tree_attention_xla.attend, **settings, chunk=xla_chunk),
     q,

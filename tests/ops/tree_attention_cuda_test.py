@@ -447,6 +447,35 @@ def test_what_the_cuda_form_cannot_do(arrays, chunk, says):
 
 
 @pytest.mark.parametrize(
+  ("batch", "positions", "chunk", "says"),
+  [
+    (65536, 256, None, "has 65536 sequences; at most 65535"),
+    (65535, 256, None, None),
+    (2, 2**20 + 16, 2**20 + 16, "chunk = 1048592 is too large; at most 1048576"),
+    (2, 2**20, 2**20, None),
+    (2, 2**20, 16, "makes 65537 chunks of 16; at most 65535 chunks"),
+    (2, 65534 * 16, 16, None),
+    (2, 2047 * 2**20, 2**20, "makes 2048 chunks of 1048576; .* 2147483647 positions"),
+    (2, 2046 * 2**20, 2**20, None),
+  ],
+)
+def test_the_grid_and_ints_of_the_cuda_form_are_limited(batch, positions, chunk, says):
+  def shaped(x):
+    shape = [{2: batch, 256: positions}.get(size, size) for size in x.shape]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+  arrays = {name: shaped(x) for name, x in small().items()}
+  if says is None:
+    text = lowered(arrays, implementation="cuda", chunk=chunk)
+    assert "@kdtree_jax.tree_attention" in text
+    return
+  with pytest.raises(ValueError, match=f"implementation='cuda' of tree_att.*{says}"):
+    lowered(arrays, implementation="cuda", chunk=chunk)
+  text = lowered(arrays, chunk=chunk)
+  assert "kdtree_jax.tree_attention" not in text
+
+
+@pytest.mark.parametrize(
   ("changes", "says"),
   [
     ({"layer": 3}, "layer = 3 must lie in 0 .. 2"),
