@@ -49,14 +49,18 @@ def compilation_cache_dir() -> pathlib.Path:
 
 
 def recommended_xla_flags() -> str:
-  """Value of `XLA_FLAGS` under which any decode loop runs as one CUDA graph.
+  """Value of `XLA_FLAGS` for programs that call the steps of a round in their own jit.
 
-  For programs that compile the loop themselves; `kdtree_jax.decode` passes
-  `CAPTURED_LOOP_OPTIONS` to the compiler by itself (`DecodeConfig.capture_loop`).
-  It must be in the environment before JAX starts its backend, and needs a CUDA
-  driver of 12.4 or later; older ones ignore it.
+  The first two flags record a loop of rounds as one CUDA graph, the third keeps two
+  programs from summing in different orders (see `docs/exactness.md`).
+  `kdtree_jax.decode` passes the same to the compiler by itself. They must be in the
+  environment before JAX starts its backend; graphs of loops need a CUDA driver of 12.4
+  or later, older ones ignore them.
   """
-  return "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1"
+  return (
+    "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1 "
+    "--xla_gpu_experimental_enable_fusion_autotuner=false"
+  )
 
 
 def print_environment() -> None:
