@@ -15,12 +15,18 @@ MAX_VOCAB = 2**30
 _SLICE = 20480
 
 
-def obstacle(budget: int, vocab: int = 0) -> str | None:
-  """Why the custom calls cannot build such trees; None where they can."""
-  if budget > MAX_BUDGET:
-    return f"a budget of at most {MAX_BUDGET}, not {budget}"
+def obstacle(what: str, number: int, vocab: int = 0) -> str | None:
+  """Why the custom calls cannot build such trees; None where they can.
+
+  Args:
+    what: how the caller's argument makes `number`.
+    number: nodes besides the root, or candidates per depth.
+    vocab: V of the logits, if there are any.
+  """
+  if number > MAX_BUDGET:
+    return f"{what}; at most {MAX_BUDGET} is allowed"
   if vocab > MAX_VOCAB:
-    return f"a vocabulary of at most {MAX_VOCAB}, not {vocab}"
+    return f"logits have a vocabulary of {vocab}; at most {MAX_VOCAB} is allowed"
   return None
 
 

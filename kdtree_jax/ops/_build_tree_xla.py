@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax.ops._gather import pick
 from kdtree_jax.tree import NO_PARENT, Tree
 
 # Partial sums of one row: the CPU backend adds over a leading axis in SIMD lanes,
@@ -47,7 +48,7 @@ def log_softmax_topk(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
   top = values[:, :1]
   exps = jnp.exp(x - top)
   exps = jnp.pad(exps, ((0, 0), (0, -V % _LANES)))
-  total = jnp.sum(exps.reshape(B * L, _LANES, -1), axis=1)
+  total = jnp.sum(exps.reshape(B * L, _LANES, -(-V // _LANES)), axis=1)
   log_z = top + jnp.log(jnp.sum(total, axis=-1, keepdims=True))
   return (values - log_z).reshape(B, L, k), ids.reshape(B, L, k)
 
@@ -79,7 +80,7 @@ def tree_from_table(
     live &= slots <= jnp.maximum(limit, 0)[:, None]
   drafted = live & (slots > 0)
   tokens = jnp.pad(token_ids, ((0, 0), (0, 1), (0, 1))).reshape(B, -1)
-  tokens = _pick(tokens, found.entry)
+  tokens = pick(tokens, found.entry)
   tokens = jnp.where(slots == 0, root_tokens[:, None], tokens)
   tree = Tree(
     token_ids=jnp.where(live, tokens, 0).astype(jnp.int32),
@@ -122,10 +123,10 @@ def _best_first(
     key = jnp.where(s.best == path_sum, s.order * N + slots, N * N)
     key = jnp.min(key, axis=1, keepdims=True)
     order, parent = jax.lax.div(key, N), jax.lax.rem(key, N)
-    entry = _pick(s.child, parent)
+    entry = pick(s.child, parent)
     child = (jax.lax.div(entry, width) + 1) * width  # the next depth's first
-    sibling_sum = _pick(s.sums, parent) + _pick(table, entry + 1)
-    child_sum = path_sum + _pick(table, child)
+    sibling_sum = pick(s.sums, parent) + pick(table, entry + 1)
+    child_sum = path_sum + pick(table, child)
     # Once nothing is left, slots are filled with sums of -inf and the parent, whose
     # list of siblings has ended, must not step into the next depth's.
     new, old = slots == slot, (slots == parent) & (path_sum > -jnp.inf)
@@ -142,8 +143,3 @@ def _best_first(
   if limit is not None:
     stop = 1 + jnp.clip(jnp.max(limit), 0, budget)
   return jax.lax.fori_loop(1, stop, take, start)
-
-
-def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x [B, M], index i32[B, K] -> [B, K]."""
-  return jnp.take_along_axis(x, index, axis=1, mode="clip")

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from kdtree_jax.ops import _library
 
@@ -49,11 +50,7 @@ def resolve(op: str, implementation: str) -> str:
     ValueError: an unknown name.
     NotImplementedError: "cuda" where there is no CUDA form, or no library.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation = {implementation!r} of {op} is unknown; "
-      f"it must be one of {IMPLEMENTATIONS}"
-    )
+  _check_name(op, implementation)
   if implementation == "xla":
     return "xla"
   obstacle = _obstacle(op)
@@ -63,6 +60,32 @@ def resolve(op: str, implementation: str) -> str:
     raise NotImplementedError(
       f"implementation='cuda' of {op} cannot run: {obstacle}; "
       "implementation='xla' or 'auto' runs on every device"
+    )
+  return "xla"
+
+
+def within_limits(op: str, implementation: str, obstacle: str | None) -> str:
+  """The implementation to dispatch for arguments that the CUDA form may not take.
+
+  Args:
+    op: name of the op.
+    implementation: as in `resolve`.
+    obstacle: what the CUDA form does not take: the argument, how it is, and what is
+      allowed. None where it takes all.
+
+  Returns:
+    `implementation`, but "xla" for "auto" with an obstacle.
+
+  Raises:
+    ValueError: an unknown name, or "cuda" with an obstacle.
+  """
+  _check_name(op, implementation)
+  if obstacle is None or implementation == "xla":
+    return implementation
+  if implementation == "cuda":
+    raise ValueError(
+      f"implementation='cuda' of {op}: {obstacle}; "
+      "implementation='xla' or 'auto' has no such limit"
     )
   return "xla"
 
@@ -118,13 +141,14 @@ def dispatch(
     implementation: as in `resolve`.
     cuda: the form for programs for CUDA.
     xla: the form for all platforms.
-    *arguments: pytrees of arrays that either form takes.
+    *arguments: pytrees of arrays that either form takes; numpy's become JAX's.
 
   Raises:
     ValueError, NotImplementedError: as `resolve`, and a GPU as default device that
       the library has no code for, and "cuda" with arrays elsewhere than on a GPU.
   """
   chosen = resolve(op, implementation)
+  arguments = jax.tree.map(jnp.asarray, arguments)
   if chosen == "xla":
     return xla(*arguments)
   _check_gpu(op, implementation)
@@ -147,6 +171,14 @@ def with_derivative_of(
     return function(*primals), jax.jvp(xla, primals, tangents)[1]
 
   return function
+
+
+def _check_name(op: str, implementation: str) -> None:
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation = {implementation!r} of {op} is unknown; "
+      f"it must be one of {IMPLEMENTATIONS}"
+    )
 
 
 def _obstacle(op: str) -> str | None:

@@ -8,6 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import (
+  as_array,
+  check_integers,
+  check_static_integers,
+  checked_tree,
+)
+from kdtree_jax.ops._gather import pick
 from kdtree_jax.tree import ROOT, Tree
 
 # What the CUDA form can hold, kAcceptTreeMaxNodes of custom_calls/accept_tree.h.
@@ -46,28 +53,27 @@ def accept_tree(
     token after them.
 
   Raises:
-    ValueError: shapes differ, there is no slot, or `max_depth` is negative.
-    NotImplementedError: "cuda" without the CUDA library, or for larger trees.
+    ValueError: shapes differ, there is no slot, `max_depth` is negative, something is
+      not of integers, or "cuda" for larger trees.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  tree = checked_tree(tree)
+  target_tokens = as_array(target_tokens)
   shape = tree.token_ids.shape
   if shape != target_tokens.shape:
     raise ValueError(
       f"target_tokens {target_tokens.shape} must have the tree's shape [B, N] = {shape}"
     )
-  if len(shape) != 2 or shape[1] < 1:
-    raise ValueError(f"tree {shape} is not allowed: it must be [B, N] with N >= 1")
+  check_integers(target_tokens=target_tokens)
+  check_static_integers(max_depth=max_depth)
   if max_depth < 0:
     raise ValueError(f"max_depth = {max_depth} is not allowed: it must be 0 or more")
-  if shape[1] > CUDA_MAX_NODES:
-    if implementation == "cuda":
-      raise NotImplementedError(
-        f"implementation='cuda' of accept_tree takes at most {CUDA_MAX_NODES} slots; "
-        f"the tree has {shape[1]}; implementation='xla' or 'auto' takes any number"
-      )
-    implementation = "xla"
+  obstacle = None
+  if tree.rows > CUDA_MAX_NODES:
+    obstacle = f"tree has {tree.rows} slots; at most {CUDA_MAX_NODES} slots are allowed"
   return _implementation.dispatch(
     "accept_tree",
-    implementation,
+    _implementation.within_limits("accept_tree", implementation, obstacle),
     functools.partial(_accept_cuda, max_depth=max_depth),
     functools.partial(_accept_xla, max_depth=max_depth),
     tree,
@@ -109,16 +115,11 @@ def _accept_xla(
   path = jnp.full((B, 1), ROOT, jnp.int32)
   # Pointer doubling: `step` leads as many slots down as `path` is long.
   while path.shape[1] <= max_depth:
-    path = jnp.concatenate([path, _pick(step, path)], axis=1)
-    step = _pick(step, step)
+    path = jnp.concatenate([path, pick(step, path)], axis=1)
+    step = pick(step, step)
   path = path[:, : max_depth + 1]
   accepted = path < N
   length = jnp.sum(accepted, axis=1, dtype=jnp.int32)
-  last = _pick(path, length[:, None] - 1)
-  bonus = _pick(target_tokens, last)[:, 0]
+  last = pick(path, length[:, None] - 1)
+  bonus = pick(target_tokens, last)[:, 0]
   return jnp.where(accepted, path, -1), length, bonus
-
-
-def _pick(x: jax.Array, index: jax.Array) -> jax.Array:
-  """x [B, M], index i32[B, K] -> [B, K]."""
-  return jnp.take_along_axis(x, index, axis=1, mode="clip")

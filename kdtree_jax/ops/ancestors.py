@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kdtree_jax import tree as tree_lib
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import check_static_integers, checked_tree
 from kdtree_jax.tree import Tree
 
 # Slots that the custom call takes: kTreeAncestorsMaxNodes.
@@ -29,21 +30,20 @@ def ancestors(tree: Tree, max_depth: int, *, implementation: str = "auto") -> ja
     padding slot stands alone at depth 0.
 
   Raises:
-    ValueError: `max_depth` is negative.
-    NotImplementedError: "cuda" without the CUDA library, or with too many slots.
+    ValueError: `max_depth` is negative or no integer, the tree's fields disagree, or
+      "cuda" with too many slots.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  tree = checked_tree(tree)
+  check_static_integers(max_depth=max_depth)
   if max_depth < 0:
     raise ValueError(f"max_depth = {max_depth} is not allowed: it must be 0 or more")
+  obstacle = None
   if tree.rows > CUDA_MAX_NODES:
-    if implementation == "cuda":
-      raise NotImplementedError(
-        f"implementation='cuda' of ancestors takes at most {CUDA_MAX_NODES} slots; "
-        f"the tree has {tree.rows}; implementation='xla' or 'auto' takes any number"
-      )
-    implementation = "xla"
+    obstacle = f"tree has {tree.rows} slots; at most {CUDA_MAX_NODES} slots are allowed"
   return _implementation.dispatch(
     "ancestors",
-    implementation,
+    _implementation.within_limits("ancestors", implementation, obstacle),
     functools.partial(_cuda, max_depth=max_depth),
     functools.partial(tree_lib.ancestors, max_depth=max_depth),
     tree,

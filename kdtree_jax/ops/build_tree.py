@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _build_tree_cuda, _build_tree_xla, _implementation
+from kdtree_jax.ops._checks import as_array, check_integers, check_static_integers
 from kdtree_jax.tree import Tree
 
 
@@ -40,17 +41,28 @@ def log_softmax_topk(
     log_probs f32[B, L, k], not increasing along k, and token_ids i32[B, L, k].
 
   Raises:
-    ValueError: a shape, the dtype or `k` is not allowed.
-    NotImplementedError: "cuda" without the CUDA library, or with too large a k.
+    ValueError: a shape, the dtype or `k` is not allowed, or "cuda" with too large a k.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  logits = as_array(logits)
+  check_static_integers(k=k)
   if logits.ndim != 3 or not 1 <= k <= logits.shape[2]:
     raise ValueError(
       f"logits {logits.shape} must be [B, L, V], and k = {k} must be in 1 .. V"
     )
   _check_dtype(logits)
+  B, L, V = logits.shape
+  implementation = _implementation.within_limits(
+    "log_softmax_topk",
+    implementation,
+    _build_tree_cuda.obstacle(f"k = {k}", k, V),
+  )
+  if B * L == 0:
+    _implementation.resolve("log_softmax_topk", implementation)
+    return jnp.zeros((B, L, k), jnp.float32), jnp.zeros((B, L, k), jnp.int32)
   return _implementation.dispatch(
     "log_softmax_topk",
-    _built_for("log_softmax_topk", implementation, k, logits.shape[2]),
+    implementation,
     functools.partial(_build_tree_cuda.candidates, width=k),
     functools.partial(_build_tree_xla.log_softmax_topk, k=k),
     logits,
@@ -85,15 +97,22 @@ def build_tree(
     or where a path sum is -inf or NaN.
 
   Raises:
-    ValueError: a shape, the dtype, `budget` or `rows` is not allowed.
-    NotImplementedError: "cuda" without the CUDA library, or with too large a budget.
+    ValueError: a shape, a dtype, `budget` or `rows` is not allowed, or "cuda" with too
+      large a budget.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  logits, root_tokens = as_array(logits), as_array(root_tokens)
   _check_logits(logits, root_tokens)
   _check_budget(budget, rows)
   rows = 1 + budget if rows is None else rows
-  L, V = logits.shape[1:]
-  implementation = _built_for("build_tree", implementation, budget, V)
-  if min(budget, V, L) == 0:
+  B, L, V = logits.shape
+  limit, max_depth = _per_sequence(B, limit=limit, max_depth=max_depth)
+  implementation = _implementation.within_limits(
+    "build_tree",
+    implementation,
+    _build_tree_cuda.obstacle(f"budget = {budget}", budget, V),
+  )
+  if min(B, budget, V, L) == 0:
     _implementation.resolve("build_tree", implementation)
     return Tree.root_only(root_tokens, rows)
   return _implementation.dispatch(
@@ -103,8 +122,8 @@ def build_tree(
     functools.partial(_build_xla, depths=L, budget=budget, rows=rows),
     logits,
     root_tokens.astype(jnp.int32),
-    _per_sequence("limit", limit, logits.shape[0]),
-    _per_sequence("max_depth", max_depth, logits.shape[0]),
+    limit,
+    max_depth,
   )
 
 
@@ -130,16 +149,22 @@ def chain_tree(
     Trees of N slots. A chain ends before a row without finite distribution.
 
   Raises:
-    ValueError: a shape, the dtype or `rows` is not allowed.
-    NotImplementedError: "cuda" without the CUDA library, or with too long a chain.
+    ValueError: a shape, a dtype or `rows` is not allowed, or "cuda" with too long a
+      chain.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  logits, root_tokens = as_array(logits), as_array(root_tokens)
   _check_logits(logits, root_tokens)
-  L = logits.shape[1]
-  rows = 1 + L if rows is None else rows
+  B, L, V = logits.shape
   _check_budget(0, rows)
+  rows = 1 + L if rows is None else rows
   budget = min(L, rows - 1)
-  implementation = _built_for("chain_tree", implementation, budget, logits.shape[2])
-  if min(budget, logits.shape[2]) == 0:
+  (limit,) = _per_sequence(B, limit=limit)
+  what = f"rows = {rows} for logits {logits.shape} makes a chain of {budget} nodes"
+  implementation = _implementation.within_limits(
+    "chain_tree", implementation, _build_tree_cuda.obstacle(what, budget, V)
+  )
+  if min(B, budget, V) == 0:
     _implementation.resolve("chain_tree", implementation)
     return Tree.root_only(root_tokens, rows)
   # One candidate per depth leaves nothing but the chain.
@@ -150,7 +175,7 @@ def chain_tree(
     functools.partial(_build_xla, depths=budget, budget=budget, rows=rows, width=1),
     logits,
     root_tokens.astype(jnp.int32),
-    _per_sequence("limit", limit, logits.shape[0]),
+    limit,
     None,
   )
 
@@ -183,9 +208,12 @@ def tree_from_table(
     The trees of `kdtree_jax.reference.build_tree`, bit for bit.
 
   Raises:
-    ValueError: a shape or `budget` or `rows` is not allowed.
-    NotImplementedError: "cuda" without the CUDA library, or with too large a budget.
+    ValueError: a shape, a dtype, `budget` or `rows` is not allowed, or "cuda" with too
+      large a budget.
+    NotImplementedError: "cuda" without the CUDA library.
   """
+  log_probs, token_ids = as_array(log_probs), as_array(token_ids)
+  root_tokens = as_array(root_tokens)
   if log_probs.ndim != 3 or log_probs.shape != token_ids.shape:
     raise ValueError(
       f"log_probs {log_probs.shape} and token_ids {token_ids.shape} must have the "
@@ -195,18 +223,28 @@ def tree_from_table(
     raise ValueError(
       f"root_tokens {root_tokens.shape} must be [B] for log_probs {log_probs.shape}"
     )
+  check_integers(token_ids=token_ids, root_tokens=root_tokens)
   _check_budget(budget, rows)
   rows = 1 + budget if rows is None else rows
+  limit, max_depth = _per_sequence(log_probs.shape[0], limit=limit, max_depth=max_depth)
+  implementation = _implementation.within_limits(
+    "tree_from_table",
+    implementation,
+    _build_tree_cuda.obstacle(f"budget = {budget}", budget),
+  )
+  if min(budget, *log_probs.shape) == 0:
+    _implementation.resolve("tree_from_table", implementation)
+    return Tree.root_only(root_tokens, rows)
   return _implementation.dispatch(
     "tree_from_table",
-    _built_for("tree_from_table", implementation, budget),
+    implementation,
     functools.partial(_table_cuda, budget=budget, rows=rows),
     functools.partial(_build_tree_xla.tree_from_table, budget=budget, rows=rows),
     log_probs.astype(jnp.float32),
     token_ids.astype(jnp.int32),
     root_tokens.astype(jnp.int32),
-    _per_sequence("limit", limit, log_probs.shape[0]),
-    _per_sequence("max_depth", max_depth, log_probs.shape[0]),
+    limit,
+    max_depth,
   )
 
 
@@ -276,34 +314,25 @@ def _table_cuda(
   )
 
 
-def _built_for(op: str, implementation: str, budget: int, vocab: int = 0) -> str:
-  """`implementation`, or "xla" instead of "auto" where the CUDA form is too small."""
-  obstacle = _build_tree_cuda.obstacle(budget, vocab)
-  if obstacle is None or implementation not in ("auto", "cuda"):
-    return implementation
-  if implementation == "cuda":
-    raise NotImplementedError(
-      f"implementation='cuda' of {op} takes {obstacle}; implementation='xla' or 'auto' "
-      "takes any"
-    )
-  return "xla"
-
-
 def _per_sequence(
-  name: str, value: jax.Array | int | None, batch: int
-) -> jax.Array | None:
-  """i32[B] or a number -> i32[B] or i32[1]."""
-  if value is None:
-    return None
-  array = jnp.atleast_1d(jnp.asarray(value))
-  if array.shape not in ((1,), (batch,)) or not jnp.issubdtype(
-    array.dtype, jnp.integer
-  ):
-    raise ValueError(
-      f"{name} must be an integer or integers [B] = ({batch},); it is {array.dtype} "
-      f"{array.shape}"
-    )
-  return array.astype(jnp.int32)
+  batch: int, **bounds: jax.Array | int | None
+) -> list[jax.Array | None]:
+  """i32[B] or a number -> i32[B] or i32[1], each."""
+  arrays: list[jax.Array | None] = []
+  for name, value in bounds.items():
+    if value is None:
+      arrays.append(None)
+      continue
+    array = jnp.atleast_1d(jnp.asarray(value))
+    if array.shape not in ((1,), (batch,)) or not jnp.issubdtype(
+      array.dtype, jnp.integer
+    ):
+      raise ValueError(
+        f"{name} must be an integer or integers [B] = ({batch},); it is {array.dtype} "
+        f"{array.shape}"
+      )
+    arrays.append(array.astype(jnp.int32))
+  return arrays
 
 
 def _or_all(bound: jax.Array | None, everything: int) -> jax.Array:
@@ -318,6 +347,7 @@ def _check_logits(logits: jax.Array, root_tokens: jax.Array) -> None:
       f"{root_tokens.shape} must be [B]"
     )
   _check_dtype(logits)
+  check_integers(root_tokens=root_tokens)
 
 
 def _check_dtype(logits: jax.Array) -> None:
@@ -326,6 +356,7 @@ def _check_dtype(logits: jax.Array) -> None:
 
 
 def _check_budget(budget: int, rows: int | None) -> None:
+  check_static_integers(budget=budget, rows=rows)
   if budget < 0:
     raise ValueError(f"budget = {budget} is not allowed: it must be 0 or more")
   if rows is not None and rows < 1 + budget:

@@ -88,7 +88,7 @@ def test_the_program_for_cuda_holds_the_call():
 def test_larger_trees_have_the_xla_form_alone():
   tree = Tree.root_only(jnp.array([1]), rows=CUDA_MAX_NODES + 1)
   targets = jnp.zeros((1, CUDA_MAX_NODES + 1), jnp.int32)
-  with pytest.raises(NotImplementedError, match=f"at most {CUDA_MAX_NODES} slots"):
+  with pytest.raises(ValueError, match=f"at most {CUDA_MAX_NODES} slots"):
     accept(tree, targets, 1)
   text = cuda_text(lambda *x: ops.accept_tree(*x, 1), tree, targets)
   assert "kdtree_jax.accept_tree" not in text

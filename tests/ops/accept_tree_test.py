@@ -164,7 +164,7 @@ def test_errors_name_the_argument():
   tree = Tree.root_only(jnp.array([1]), rows=2)
   with pytest.raises(ValueError, match=r"target_tokens \(1, 3\)"):
     ops.accept_tree(tree, jnp.zeros((1, 3), jnp.int32), 1)
-  with pytest.raises(ValueError, match=r"tree \(2, 0\) .* N >= 1"):
+  with pytest.raises(ValueError, match=r"tree.token_ids \(2, 0\) .* N >= 1"):
     empty = Tree.root_only(jnp.array([1, 1]))
     empty = jax.tree.map(lambda x: x[:, :0] if x.ndim == 2 else x, empty)
     ops.accept_tree(empty, jnp.zeros((2, 0), jnp.int32), 1)
