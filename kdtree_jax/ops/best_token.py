@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array
 
 # Stands for a token that could not be chosen: the logits were not finite.
 NO_TOKEN = -1
@@ -27,6 +28,7 @@ def best_token(logits: jax.Array, *, implementation: str = "auto") -> jax.Array:
     ValueError: the logits have another dtype, or no tokens.
     NotImplementedError: "cuda" without the CUDA library.
   """
+  logits = as_array(logits)
   if logits.dtype != jnp.float32 or logits.ndim == 0 or logits.shape[-1] == 0:
     raise ValueError(
       f"logits {logits.shape} {logits.dtype} must be float32 [..., V] with V >= 1"

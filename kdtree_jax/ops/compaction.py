@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array, check_integers
 
 
 def compact(
@@ -44,6 +45,9 @@ def compact(
     ValueError: shapes or dtypes disagree.
     NotImplementedError: "cuda" without the CUDA library.
   """
+  cache, tree_keys, path, length, start = map(
+    as_array, (cache, tree_keys, path, length, start)
+  )
   _check(cache, tree_keys, path, length, start)
   path, length, start = (x.astype(jnp.int32) for x in (path, length, start))
   return _implementation.dispatch(
@@ -96,19 +100,25 @@ def _check(
   length: jax.Array,
   start: jax.Array,
 ) -> None:
-  if cache.ndim != 4 or tree_keys.ndim != 4 or cache.dtype != tree_keys.dtype:
-    raise ValueError(
-      f"cache {cache.shape} {cache.dtype} must be [layers, B, S, W], and tree_keys "
-      f"{tree_keys.shape} {tree_keys.dtype} [layers, B, N, W] of the same dtype"
-    )
+  if cache.ndim != 4:
+    raise ValueError(f"cache {cache.shape} must be [layers, B, S, W]")
   layers, B, _, W = cache.shape
-  if (tree_keys.shape[0], tree_keys.shape[1], tree_keys.shape[3]) != (layers, B, W):
+  if tree_keys.dtype != cache.dtype:
+    raise ValueError(
+      f"tree_keys {tree_keys.dtype} must be of the cache's dtype, {cache.dtype}"
+    )
+  if tree_keys.ndim != 4 or (
+    tree_keys.shape[0],
+    tree_keys.shape[1],
+    tree_keys.shape[3],
+  ) != (layers, B, W):
     raise ValueError(
       f"tree_keys {tree_keys.shape} must be [{layers}, {B}, N, {W}], like the cache "
       f"{cache.shape}"
     )
-  if path.shape[:-1] != (B,) or not length.shape == start.shape == (B,):
-    raise ValueError(
-      f"path {path.shape} must be [{B}, A], length {length.shape} and start "
-      f"{start.shape} must be [{B}]"
-    )
+  if path.shape[:-1] != (B,):
+    raise ValueError(f"path {path.shape} must be [B, A] = ({B}, A), like the cache")
+  for name, value in (("length", length), ("start", start)):
+    if value.shape != (B,):
+      raise ValueError(f"{name} {value.shape} must be [B] = ({B},), like the cache")
+  check_integers(path=path, length=length, start=start)

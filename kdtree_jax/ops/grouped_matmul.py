@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array, check_integers
 
 
 def grouped_matmul(
@@ -30,6 +31,7 @@ def grouped_matmul(
     ValueError: shapes or dtypes disagree.
   """
   _implementation.resolve("grouped_matmul", implementation)
+  x, weights, group_sizes = map(as_array, (x, weights, group_sizes))
   if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
     raise ValueError(
       f"x must be [M, K] and weights [G, K, N]; they are {x.shape} and {weights.shape}"
@@ -39,6 +41,7 @@ def grouped_matmul(
       f"group_sizes must be [{weights.shape[0]}], one per group; "
       f"its shape is {group_sizes.shape}"
     )
+  check_integers(group_sizes=group_sizes)
   if x.dtype != weights.dtype:
     raise ValueError(f"x is {x.dtype} but weights are {weights.dtype}")
 

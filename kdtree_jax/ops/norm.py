@@ -16,6 +16,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x: [..., D].
     weight: [D], of the same dtype.
     eps: added to the mean square.
+
+  Returns:
+    [..., D] in `x.dtype`.
   """
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)

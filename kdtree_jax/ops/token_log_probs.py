@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array, check_integers
 
 
 def token_log_probs(
@@ -34,16 +35,21 @@ def token_log_probs(
     ValueError: shapes or dtypes disagree.
     NotImplementedError: "cuda" without the CUDA library.
   """
+  logits, tokens, path = map(as_array, (logits, tokens, path))
   shape = logits.shape
   if logits.dtype != jnp.float32 or len(shape) != 3 or 0 in shape[1:]:
     raise ValueError(
       f"logits {shape} {logits.dtype} must be float32 [B, N, V] with N, V >= 1"
     )
-  if tokens.shape != shape[:2] or path.shape[:-1] != shape[:1]:
+  if tokens.shape != shape[:2]:
     raise ValueError(
-      f"tokens {tokens.shape} must be {shape[:2]}, and path {path.shape} "
-      f"[{shape[0]}, A], like logits {shape}"
+      f"tokens {tokens.shape} must be [B, N] = {shape[:2]}, like logits {shape}"
     )
+  if path.shape[:-1] != shape[:1]:
+    raise ValueError(
+      f"path {path.shape} must be [B, A] = ({shape[0]}, A), like logits {shape}"
+    )
+  check_integers(tokens=tokens, path=path)
   tokens, path = tokens.astype(jnp.int32), path.astype(jnp.int32)
   return _implementation.dispatch(
     "token_log_probs", implementation, _cuda, _xla, logits, tokens, path

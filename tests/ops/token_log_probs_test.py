@@ -87,7 +87,7 @@ def test_errors_name_the_argument():
   path = jnp.zeros((2, 2), jnp.int32)
   with pytest.raises(ValueError, match=r"logits \(2, 3, 4\) bfloat16 must be float32"):
     ops.token_log_probs(logits.astype(jnp.bfloat16), tokens, path)
-  with pytest.raises(ValueError, match=r"tokens \(2, 2\) must be \(2, 3\)"):
+  with pytest.raises(ValueError, match=r"tokens \(2, 2\) must be .* \(2, 3\)"):
     ops.token_log_probs(logits, path, path)
-  with pytest.raises(ValueError, match=r"path \(1, 2\) \[2, A\]"):
+  with pytest.raises(ValueError, match=r"path \(1, 2\) must be .*2, A"):
     ops.token_log_probs(logits, tokens, path[:1])
