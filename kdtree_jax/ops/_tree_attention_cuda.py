@@ -55,8 +55,6 @@ def obstacle(
     )
   if W > MAX_WIDTH:
     return f"q {q.shape} is {W} wide; at most {MAX_WIDTH} is allowed"
-  if capacity < 1:
-    return "cache holds no position"
   if B > MAX_BATCH:
     return f"q {q.shape} has {B} sequences; at most {MAX_BATCH} are allowed"
   if chunk % CHUNK_MULTIPLE:

@@ -19,6 +19,12 @@ from kdtree_jax.ops import (
   _tree_attention_cuda,
   _tree_attention_xla,
 )
+from kdtree_jax.ops._checks import (
+  as_array,
+  check_integers,
+  check_static_integers,
+  check_static_number,
+)
 
 CHUNK = _tree_attention_xla.CHUNK
 
@@ -55,7 +61,7 @@ def tree_attention(
       beyond the node's own depth.
     depths: i32 [B, N] depth of each node, 0 for the root, at most A - 1.
     lengths: i32 [B] committed tokens, at most S.
-    scale: factor on the logits.
+    scale: static factor on the logits.
     value_dim: width of the output, kv_lora_rank.
     layer: which layer of the cache to read. A layer cut out by the caller would be
       copied as a whole before the loop over its chunks.
@@ -75,38 +81,40 @@ def tree_attention(
     out of range a result means nothing, but nothing outside the arrays is read.
 
   Raises:
-    ValueError: shapes disagree, S is not a multiple of the XLA form's chunk, or
-      "cuda" beyond its limits.
+    ValueError: shapes or dtypes disagree or are not allowed, S is not a multiple of the
+      XLA form's chunk, or "cuda" beyond its limits.
     NotImplementedError: "cuda" without the CUDA library.
   """
-  one = cache
-  if layer is not None:
-    one = jax.ShapeDtypeStruct(cache.shape[1:], cache.dtype)
-  _check_shapes(q, one, tree_keys, ancestors, depths, lengths, value_dim)
+  arrays = map(as_array, (q, cache, tree_keys, ancestors, depths, lengths))
+  q, cache, tree_keys, ancestors, depths, lengths = arrays
+  check_static_integers(
+    value_dim=value_dim, layer=layer, chunk=chunk, max_positions=max_positions
+  )
+  check_static_number("scale", scale)
+  _check_shapes(
+    q, cache, tree_keys, ancestors, depths, lengths, value_dim, layer is not None
+  )
   if layer is not None and not 0 <= layer < cache.shape[0]:
     raise ValueError(f"layer = {layer} must lie in 0 .. {cache.shape[0] - 1}")
   for name, value in (("chunk", chunk), ("max_positions", max_positions)):
     if value is not None and value < 1:
       raise ValueError(f"{name} = {value} must be at least 1")
-  capacity = one.shape[1]
+  capacity = cache.shape[-2]
   cuda_chunk = chunk
   if cuda_chunk is None:
     cuda_chunk = _tree_attention_cuda.default_chunk(max_positions or capacity)
-  obstacle = _tree_attention_cuda.obstacle(q, capacity, ancestors, cuda_chunk)
-  if obstacle is not None and implementation == "cuda":
-    raise ValueError(
-      f"implementation='cuda' of tree_attention: {obstacle}; "
-      "implementation='xla' or 'auto' has no such limit"
-    )
-  if obstacle is not None and implementation == "auto":
-    implementation = "xla"
+  implementation = _implementation.within_limits(
+    "tree_attention",
+    implementation,
+    _tree_attention_cuda.obstacle(q, capacity, ancestors, cuda_chunk),
+  )
   xla_chunk = CHUNK if chunk is None else chunk
   if implementation != "cuda":
-    _implementation.resolve("tree_attention", implementation)
     _check_whole_chunks(capacity, xla_chunk)
+  if q.shape[0] == 0:
+    _implementation.resolve("tree_attention", implementation)
+    return jnp.zeros((*q.shape[:3], value_dim), q.dtype)
 
-  arrays = map(jnp.asarray, (q, cache, tree_keys, ancestors, depths, lengths))
-  q, cache, tree_keys, ancestors, depths, lengths = arrays
   if layer is None:
     cache, layer = cache[None], 0
   settings = {"scale": scale, "value_dim": value_dim, "layer": layer}
@@ -128,12 +136,14 @@ def tree_attention(
   )
 
 
-def _check_shapes(q, cache, tree_keys, ancestors, depths, lengths, value_dim) -> None:
+def _check_shapes(
+  q, cache, tree_keys, ancestors, depths, lengths, value_dim, with_layers
+) -> None:
   if q.ndim != 4:
     raise ValueError(f"q must be [B, N, H, W]; its shape is {q.shape}")
   B, N, _, W = q.shape
   expected = {
-    "cache": (cache, (B, None, W)),
+    "cache": (cache, (None, B, None, W) if with_layers else (B, None, W)),
     "tree_keys": (tree_keys, (B, N, W)),
     "ancestors": (ancestors, (B, N, None)),
     "depths": (depths, (B, N)),
@@ -146,12 +156,26 @@ def _check_shapes(q, cache, tree_keys, ancestors, depths, lengths, value_dim) ->
     ):
       wanted = ", ".join("?" if s is None else str(s) for s in shape)
       raise ValueError(
-        f"{name} must have shape [{wanted}] to fit q {q.shape}; it has {value.shape}"
+        f"{name} must have shape [{wanted}] to fit q {q.shape}"
+        f"{' and a layer' * (with_layers and name == 'cache')}; it has {value.shape}"
       )
+  for name, value, axis, what in (
+    ("q", q, 1, "node"),
+    ("cache", cache, -2, "position"),
+    ("ancestors", ancestors, 2, "depth"),
+  ):
+    if value.shape[axis] == 0:
+      raise ValueError(f"{name} {value.shape} has no {what}")
+  check_integers(ancestors=ancestors, depths=depths, lengths=lengths)
   if not (q.dtype == cache.dtype == tree_keys.dtype):
     raise ValueError(
       "q, cache and tree_keys must have one dtype; they have "
       f"{q.dtype}, {cache.dtype} and {tree_keys.dtype}"
+    )
+  if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    raise ValueError(
+      f"q, cache and tree_keys are {q.dtype}; they must be float32 or bfloat16 (or "
+      "float16, for the XLA form)"
     )
   if not 0 < value_dim <= W:
     raise ValueError(f"value_dim = {value_dim} must lie in 1 .. {W}")
