@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from kdtree_jax._validation import is_integer, is_number
 from kdtree_jax.config import ModelConfig, YarnConfig
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array, check_integers
 from kdtree_jax.reference.rope import AngleDtype, inverse_frequencies, rope_table
 
 __all__ = ["RopeFrequencies", "rope", "rope_table"]
@@ -39,6 +42,9 @@ class RopeFrequencies:
   rounded to the neighbouring float32 (CUDA's and numpy's float64 functions differ in
   the last bit, which shows in about one float32 of 10^9); tables never differ.
 
+  Raises:
+    ValueError: an attribute is not of its kind, or not finite.
+
   Attributes:
     values: radians per position of each pair.
     angle_dtype: dtype in which an angle is formed, "float64" or "float32".
@@ -49,6 +55,17 @@ class RopeFrequencies:
   angle_dtype: AngleDtype = "float64"
   amplitude: float = 1.0
 
+  def __post_init__(self) -> None:
+    _check_angle_dtype(self.angle_dtype)
+    if not isinstance(self.values, tuple) or not self.values:
+      raise ValueError(
+        f"values = {self.values!r} must be a tuple of numbers, not empty"
+      )
+    for name, number in (("amplitude", self.amplitude), *enumerate(self.values)):
+      if not is_number(number) or not math.isfinite(number):
+        where = name if name == "amplitude" else f"values[{name}]"
+        raise ValueError(f"{where} = {number!r} must be a finite number")
+
   @classmethod
   def create(
     cls,
@@ -58,7 +75,14 @@ class RopeFrequencies:
     angle_dtype: AngleDtype = "float64",
     amplitude: float = 1.0,
   ) -> Self:
-    """The frequencies of `rope_table(head_dim, length, theta, yarn, ...)`."""
+    """The frequencies of `rope_table(head_dim, length, theta, yarn, ...)`.
+
+    Raises:
+      ValueError: `head_dim` is not positive and even, or `angle_dtype` is unknown.
+    """
+    if not is_integer(head_dim) or head_dim <= 0 or head_dim % 2:
+      raise ValueError(f"head_dim = {head_dim!r} must be a positive, even integer")
+    _check_angle_dtype(angle_dtype)
     values = inverse_frequencies(head_dim, theta, yarn, angle_dtype)
     return cls(tuple(map(float, values)), angle_dtype, float(amplitude))
 
@@ -96,7 +120,8 @@ def rope(
     interleave: True where (2i, 2i + 1) form a pair of the input, False where
       (i, i + P / 2) do.
     frequencies: those that the tables were made of. Given, the CUDA form reads no
-      table. The XLA form does not use them.
+      table. The XLA form does not use them. Tables that are not traced are compared
+      with them, at position 1.
     implementation: "auto", "xla" or "cuda". "auto" takes the XLA form for P > 256.
 
   Returns:
@@ -104,21 +129,25 @@ def rope(
     pair i lies at i and i + P / 2.
 
   Raises:
-    ValueError: dtypes or shapes that do not fit, or "cuda" with P > 256.
+    ValueError: dtypes or shapes that do not fit, frequencies of other tables, or "cuda"
+      with P > 256.
     NotImplementedError: "cuda" without the CUDA library.
   """
+  x, positions, cos, sin = map(as_array, (x, positions, cos, sin))
+  if x.ndim == 0:
+    raise ValueError("x is a scalar; it must be [..., P]")
   implementation = check_rope(
-    "x", x, x.shape[-1], cos, sin, frequencies, implementation
+    "rope", "x", x, x.shape[-1], cos, sin, frequencies, implementation
   )
-  positions = jnp.asarray(positions)
+  check_integers(positions=positions)
   try:
     broadcasts = jnp.broadcast_shapes(positions.shape, x.shape[:-1]) == x.shape[:-1]
   except ValueError:
     broadcasts = False
-  if not broadcasts or not jnp.issubdtype(positions.dtype, jnp.integer):
+  if not broadcasts:
     raise ValueError(
       f"positions must be integers that broadcast to x.shape[:-1] = {x.shape[:-1]}; "
-      f"they are {positions.dtype} {positions.shape}"
+      f"they are {positions.shape}"
     )
 
   def xla(x, positions, cos, sin):
@@ -147,8 +176,8 @@ def rope(
     xla,
     x,
     positions,
-    jnp.asarray(cos),
-    jnp.asarray(sin),
+    cos,
+    sin,
   )
 
 
@@ -177,6 +206,7 @@ def rope_xla(
 
 
 def check_rope(
+  op: str,
   name: str,
   x: jax.Array,
   features: int,
@@ -188,6 +218,7 @@ def check_rope(
   """Checks what the ops with a rotation share.
 
   Args:
+    op: name of the op.
     name: of the argument `x`.
     x: rows with `features` rotated columns.
     cos, sin, frequencies, implementation: as in `rope`.
@@ -214,19 +245,48 @@ def check_rope(
       "cos and sin must be float32 and have a row; "
       f"they are {cos.dtype} {cos.shape} and {sin.dtype} {sin.shape}"
     )
+  if frequencies is not None and not isinstance(frequencies, RopeFrequencies):
+    raise ValueError(
+      f"frequencies is a {type(frequencies).__name__}; it must be RopeFrequencies"
+    )
   if frequencies is not None and len(frequencies.values) != half:
     raise ValueError(
       f"frequencies has {len(frequencies.values)} values; "
       f"it must have {half}, one per pair of {name}"
     )
-  if half <= MAX_PAIRS or implementation not in ("auto", "cuda"):
-    return implementation
-  if implementation == "auto":
-    return "xla"
-  raise ValueError(
-    f"{name} has {features} rotated features; the CUDA form takes at most "
-    f"{2 * MAX_PAIRS}, implementation='xla' any number"
-  )
+  if frequencies is not None:
+    _check_tables(cos, sin, frequencies)
+  obstacle = None
+  if half > MAX_PAIRS:
+    obstacle = (
+      f"{name} has {features} rotated features; at most {2 * MAX_PAIRS} are allowed"
+    )
+  return _implementation.within_limits(op, implementation, obstacle)
+
+
+def _check_tables(cos: jax.Array, sin: jax.Array, frequencies: RopeFrequencies) -> None:
+  """Raises where the tables are known, and plainly made of other frequencies."""
+  for table in (cos, sin):
+    if isinstance(table, jax.core.Tracer):
+      return
+    if isinstance(table, jax.Array) and not table.is_fully_addressable:
+      return
+  row = min(1, cos.shape[0] - 1)
+  with jax.ensure_compile_time_eval():  # Else jax.jit would trace a constant's row.
+    have = np.asarray(cos[row]), np.asarray(sin[row])
+  angles = row * np.asarray(frequencies.values, np.float64)
+  wanted = np.cos(angles), np.sin(angles)
+  for name, one, other in zip(("cos", "sin"), have, wanted, strict=True):
+    # Room for tables that were made in float32; sines of low frequencies are small.
+    near = np.isclose(one, frequencies.amplitude * other, rtol=1e-5, atol=1e-7)
+    if not near.all():
+      pair = int(np.argmin(near))
+      raise ValueError(
+        f"frequencies are not those of the tables: {name}[{row}, {pair}] is "
+        f"{one[pair]}, but of frequencies.values[{pair}] = {frequencies.values[pair]} "
+        f"and amplitude {frequencies.amplitude} it would be "
+        f"{frequencies.amplitude * other[pair]}"
+      )
 
 
 def rope_angles(
@@ -238,9 +298,14 @@ def rope_angles(
   return (), {
     "frequencies": np.asarray(frequencies.values, np.float64),
     "amplitude": float(frequencies.amplitude),
-    "float32_angles": int(frequencies.angle_dtype == "float32"),
+    "float32_angles": {"float64": 0, "float32": 1}[frequencies.angle_dtype],
     "length": int(cos.shape[0]),
   }
+
+
+def _check_angle_dtype(angle_dtype: str) -> None:
+  if angle_dtype not in (allowed := get_args(AngleDtype)):
+    raise ValueError(f"angle_dtype = {angle_dtype!r} must be one of {allowed}")
 
 
 def _tokens_and_heads(

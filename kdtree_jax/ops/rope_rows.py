@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
+from kdtree_jax.ops._checks import as_array, check_integers, check_static_number
 from kdtree_jax.ops.norm import rms_norm
 from kdtree_jax.ops.rope import RopeFrequencies, check_rope, rope_angles, rope_xla
 
@@ -43,11 +44,15 @@ def rope_queries(
     [B, N, H, R + P].
 
   Raises:
-    ValueError: dtypes or shapes that do not fit.
+    ValueError: dtypes or shapes that do not fit, frequencies of other tables, or "cuda"
+      with P > 256.
     NotImplementedError: "cuda" without the CUDA library.
   """
-  features = 2 * cos.shape[-1]
-  implementation = check_rope("q", q, features, cos, sin, frequencies, implementation)
+  absorbed, q, positions, cos, sin = map(as_array, (absorbed, q, positions, cos, sin))
+  features = _rotated_features(cos)
+  implementation = check_rope(
+    "rope_queries", "q", q, features, cos, sin, frequencies, implementation
+  )
   if q.ndim != 4 or q.shape[-1] < features:
     raise ValueError(
       f"q {q.shape} must be [B, N, H, C + P] with P = {features} by cos {cos.shape}"
@@ -87,8 +92,8 @@ def rope_queries(
     absorbed,
     q,
     positions,
-    jnp.asarray(cos),
-    jnp.asarray(sin),
+    cos,
+    sin,
   )
 
 
@@ -117,18 +122,23 @@ def rope_keys(
     weight: [R] of the latent norm, of the same dtype.
     positions: i32 [B, N].
     cos, sin: f32 [length, P / 2].
-    eps: of the latent norm.
+    eps: static, of the latent norm.
     interleave, frequencies, implementation: as in `rope`.
 
   Returns:
     [B, N, R + P].
 
   Raises:
-    ValueError: dtypes or shapes that do not fit.
+    ValueError: dtypes or shapes that do not fit, frequencies of other tables, or "cuda"
+      with P > 256.
     NotImplementedError: "cuda" without the CUDA library.
   """
-  features = 2 * cos.shape[-1]
-  implementation = check_rope("kv", kv, features, cos, sin, frequencies, implementation)
+  kv, weight, positions, cos, sin = map(as_array, (kv, weight, positions, cos, sin))
+  check_static_number("eps", eps)
+  features = _rotated_features(cos)
+  implementation = check_rope(
+    "rope_keys", "kv", kv, features, cos, sin, frequencies, implementation
+  )
   R = kv.shape[-1] - features
   if kv.ndim != 3 or R <= 0:
     raise ValueError(
@@ -164,16 +174,21 @@ def rope_keys(
     kv,
     weight,
     positions,
-    jnp.asarray(cos),
-    jnp.asarray(sin),
+    cos,
+    sin,
   )
 
 
+def _rotated_features(cos: jax.Array) -> int:
+  if cos.ndim == 0:
+    raise ValueError("cos is a scalar; it must be [length, P / 2]")
+  return 2 * cos.shape[-1]
+
+
 def _checked_positions(positions: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-  positions = jnp.asarray(positions)
-  if positions.shape != rows or not jnp.issubdtype(positions.dtype, jnp.integer):
+  check_integers(positions=positions)
+  if positions.shape != rows:
     raise ValueError(
-      f"positions must be integers [B, N] = {rows}; they are {positions.dtype} "
-      f"{positions.shape}"
+      f"positions must be integers [B, N] = {rows}; they are {positions.shape}"
     )
   return positions.astype(jnp.int32)
