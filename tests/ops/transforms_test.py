@@ -22,6 +22,14 @@ from kdtree_jax.ops import _implementation
 from tests.decoding.emit_test import limits, random_case
 from tests.ops.custom_calls import cuda_text, need_library
 
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu():
+  """Where "auto" runs the XLA form, and its bits are those of "xla"."""
+  with jax.default_device(jax.devices("cpu")[0]):
+    yield
+
+
 LIMITED = "build_tree, limited"
 B, N, A, L, V, P = 2, 4, 3, 3, 11, 8
 
