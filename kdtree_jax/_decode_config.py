@@ -9,13 +9,16 @@ from typing import Literal
 from kdtree_jax._config_base import DictMixin
 from kdtree_jax._validation import check, is_integer, is_number, one_of, positive
 
+# Slots that a tree may have, the root included: their number squared must fit 32 bits.
+MAX_ROWS = 46_340
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeConfig(DictMixin):
   """Size of a draft tree.
 
   Attributes:
-    budget: nodes without the root, 0 or more.
+    budget: nodes without the root, 0 or more, fewer than `MAX_ROWS`.
     max_depth: deepest node, in tokens after the root; None for as deep as the
       drafter proposes.
   """
@@ -25,10 +28,10 @@ class TreeConfig(DictMixin):
 
   def __post_init__(self) -> None:
     check(
-      is_integer(self.budget) and self.budget >= 0,
+      is_integer(self.budget) and 0 <= self.budget < MAX_ROWS,
       "budget",
       self.budget,
-      "it counts tree nodes without the root, so it must be 0 or more",
+      f"it counts tree nodes without the root and must lie in 0 .. {MAX_ROWS - 1}",
     )
     if self.max_depth is not None:
       check(self.max_depth >= 0, "max_depth", self.max_depth, "it must be 0 or more")
@@ -95,6 +98,12 @@ class DecodeConfig(DictMixin):
       if getattr(self, field) is not None:
         positive(self, field)
     positive(self, "max_new_tokens", "chunk_rounds", "prefill_chunk")
+    check(
+      self.rows is None or self.rows <= MAX_ROWS,
+      "rows",
+      self.rows,
+      f"it must lie in 1 .. {MAX_ROWS}",
+    )
     for field in ("return_logits", "return_trees", "capture_loop"):
       one_of(self, field, (True, False))
     check(

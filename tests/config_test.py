@@ -244,6 +244,8 @@ def test_a_missing_argument_of_the_constructor_is_an_error():
     (DrafterConfig, {"sliding_window": None}, "sliding_window"),
     (DrafterConfig, {"sliding_window": 0}, "sliding_window"),
     (TreeConfig, {"budget": -1}, "budget"),
+    (TreeConfig, {"budget": 46_340}, "budget"),
+    (DecodeConfig, {"rows": 46_341}, "rows"),
     (TreeConfig, {"budget": 1.5}, "budget"),
     (TreeConfig, {"max_depth": -1}, "max_depth"),
     (DecodeConfig, {"method": "tree"}, "method"),

@@ -1,4 +1,4 @@
-"""`kdtree-bench`: acceptance, exactness, speed, kernels, rounds, measured here."""
+"""`kdtree-bench`: acceptance, exactness, speed, kernels and decode, measured here."""
 
 from __future__ import annotations
 

@@ -56,8 +56,11 @@ def checked_tree(tree: Tree) -> Tree:
   """The trees with i32 fields, which all fit `token_ids`.
 
   Raises:
+    TypeError: it is no Tree.
     ValueError: a field has another shape, or is not of integers.
   """
+  if not isinstance(tree, Tree):
+    raise TypeError(f"tree must be a kdtree_jax.Tree; it is a {type(tree).__name__}")
   fields = {f.name: as_array(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
   shape = fields["token_ids"].shape
   if len(shape) != 2 or shape[1] < 1:

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import pathlib
 import re
+import struct
 from typing import Any
 
 import jax
@@ -162,13 +163,31 @@ def _open() -> ctypes.CDLL:
     why = (
       notes[0].read_text().strip()
       if notes
-      else f"this installation left it out; {REINSTALL}"
+      else "this installation was made with KDT_CUDA=OFF, or has lost it; without "
+      f"KDT_CUDA=OFF, {REINSTALL}"
     )
     raise UnusableError(f"the library of CUDA custom calls was not built: {why}")
+  if _is_cut_short(path):
+    raise UnusableError(
+      f"{path} is cut short: its {path.stat().st_size} bytes are not all; {REINSTALL}"
+    )
   try:
     return ctypes.CDLL(str(path))
   except OSError as error:
-    raise UnusableError(f"{path} cannot be loaded: {error}") from error
+    reason = str(error).removeprefix(f"{path}: ")
+    raise UnusableError(f"{path} cannot be loaded: {reason}; {REINSTALL}") from error
+
+
+def _is_cut_short(path: pathlib.Path) -> bool:
+  """Whether a shared object lacks its end, which would end the process when loaded."""
+  with path.open("rb") as file:
+    head = file.read(64)
+  if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
+    return False  # Something else: the loader says what.
+  # ELF-64: the table of sections lies behind all else.
+  (table,) = struct.unpack_from("<Q", head, 0x28)
+  size, count = struct.unpack_from("<HH", head, 0x3A)
+  return path.stat().st_size < table + size * count
 
 
 def _symbol(library: ctypes.CDLL, name: str) -> Any:

@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kdtree_jax._decode_config import MAX_ROWS
 from kdtree_jax.ops import _build_tree_cuda, _build_tree_xla, _implementation
 from kdtree_jax.ops._checks import as_array, check_integers, check_static_integers
 from kdtree_jax.tree import Tree
@@ -357,8 +358,12 @@ def _check_dtype(logits: jax.Array) -> None:
 
 def _check_budget(budget: int, rows: int | None) -> None:
   check_static_integers(budget=budget, rows=rows)
-  if budget < 0:
-    raise ValueError(f"budget = {budget} is not allowed: it must be 0 or more")
+  if not 0 <= budget < MAX_ROWS:
+    raise ValueError(
+      f"budget = {budget} is not allowed: it must lie in 0 .. {MAX_ROWS - 1}"
+    )
+  if rows is not None and rows > MAX_ROWS:
+    raise ValueError(f"rows = {rows} is not allowed: at most {MAX_ROWS} are")
   if rows is not None and rows < 1 + budget:
     raise ValueError(
       f"rows = {rows} is not allowed: a root and {budget} nodes need at least "

@@ -170,3 +170,14 @@ def test_errors_name_the_argument():
     ops.accept_tree(empty, jnp.zeros((2, 0), jnp.int32), 1)
   with pytest.raises(ValueError, match="max_depth = -1"):
     ops.accept_tree(tree, jnp.zeros((1, 2), jnp.int32), -1)
+
+
+def test_what_is_no_tree_is_named():
+  for call in (
+    lambda x: ops.accept_tree(x, jnp.zeros((1, 2), jnp.int32), 1),
+    lambda x: ops.ancestors(x, 1),
+  ):
+    with pytest.raises(
+      TypeError, match="tree must be a kdtree_jax.Tree; it is a ndarr"
+    ):
+      call(np.zeros((1, 2), np.int32))

@@ -20,6 +20,7 @@ from kdtree_jax import ops
 from kdtree_jax.ops import _implementation, _library
 from tests.ops.custom_calls import need_library
 
+REAL_LIBRARY = _library.find()
 SOURCES = pathlib.Path(__file__).parents[2] / "custom_calls"
 FITTING = _library.BuildInfo(
   version=kdtree_jax.__version__,
@@ -60,14 +61,28 @@ def test_of_two_libraries_the_one_built_last_is_taken(folders):
 
 
 def test_what_kept_the_library_from_being_built_is_told(folders):
-  assert "not built: this installation left it out; reinstall" in _library.why_not()
+  assert "not built: this installation was made with KDT_CUDA=OFF" in _library.why_not()
   (folders[0] / "not_built.txt").write_text("nvcc is too old\n")
   assert _library.why_not().endswith("not built: nvcc is too old")
 
 
 def test_a_file_that_is_no_library_is_named(folders):
   (folders[0] / _library.LIBRARY).write_bytes(b"no such thing")
-  assert re.search(r"site-packages/_lib/.* cannot be loaded: ", _library.why_not())
+  assert re.search(
+    r"site-packages/_lib/.* cannot be loaded: .*reinstall kdtree_jax",
+    _library.why_not(),
+  )
+
+
+def test_a_library_that_is_cut_short_is_refused_before_it_is_loaded(folders):
+  """The loader maps what is not there, and the process ends at the first touch."""
+  if REAL_LIBRARY is None:
+    pytest.skip("the library of CUDA custom calls was not built")
+  whole = REAL_LIBRARY.read_bytes()
+  for size in (64, 1000, len(whole) // 2, len(whole) - 1):
+    (folders[0] / _library.LIBRARY).write_bytes(whole[:size])
+    why = _library.why_not()
+    assert f"is cut short: its {size} bytes" in why and "reinstall" in why
 
 
 def test_a_library_of_something_else_is_named_with_what_it_lacks(folders):
