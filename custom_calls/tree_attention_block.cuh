@@ -525,7 +525,7 @@ class Block {
   int start_, length_, steps_, prefix_steps_;
   uint32_t copy_to_, key_fragment_, p_fragment_, value_fragment_;  // addresses
   const __nv_bfloat16* copy_from_;
-  int score_to_, score_from_, p_to_;                     // offsets
+  int score_to_, score_from_, p_to_;  // offsets
   float scores_[L::kScoreTiles][L::kKeyTiles][4];
   float part_[2][L::kRowKeys], p_[L::kRowKeys], top_;
   bool rescale_ = false;
