@@ -218,6 +218,13 @@ class _Runner:
     drafter = self._drafter(cell.drafter, target, drafter, prompts, plain)
     result = self._decode(target, drafter, cell, repeat)
     difference = first_difference(plain, result)
+    if difference is not None:
+      plain_again = self._decode(target, None, cell, repeat)
+      again = self._decode(target, drafter, cell, repeat)
+      difference += (
+        f" (once more: plain decoding {_repeats(plain, plain_again)}, "
+        f"this cell {_repeats(result, again)})"
+      )
     record = {
       "setup": self._setup(cell.dtype, repeat),
       "repeat": repeat,
@@ -356,6 +363,12 @@ class _Runner:
       accuracy=jnp.asarray(accuracy, jnp.float32),  # type: ignore[arg-type]
       vocab_size=vocab_size,
     )
+
+
+def _repeats(first: DecodeResult, second: DecodeResult) -> str:
+  """Tells two programs that differ from one whose bits change by themselves."""
+  same = first_difference(first, second) is None
+  return "gives the same bits" if same else "gives OTHER BITS"
 
 
 def _crossings(

@@ -156,6 +156,9 @@ def test_a_perturbation_is_caught(perturb, words, finished, monkeypatch, tmp_pat
   assert report["finished_cells"] == 2
   assert "drafter='scripted_0', budget=0" in report["difference"]
   assert words in report["difference"]
+  # Run again, the programs tell which of the two changed by itself.
+  assert "plain decoding gives the same bits" in report["difference"]
+  assert "this cell gives OTHER BITS" in report["difference"]
   assert "DIFFERENT from plain decoding" in exactness.render(report)
   # The journal keeps the failure, and does not take it for a finished cell.
   assert [r["difference"] is None for r in Journal(path).records] == [True, True, False]
