@@ -1,0 +1,94 @@
+// Matrix products whose bits do not depend on the number of rows: out[i] = x[i] @ w[g],
+// where g is the group of row i. One group is a dense product.
+//
+// An output element is summed in fp32 over k in an order that is a function of K, N and
+// the kinds of operands alone. It does not depend on how many rows there are, on where
+// its row stands, or on other rows.
+
+#ifndef KDTREE_JAX_MATMUL_H_
+#define KDTREE_JAX_MATMUL_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace kdtree_jax {
+
+// Weights of 4 bits lie in tiles of 16 output features by 64 input features, one after
+// the other along K, then along N, then by group. A tile has 512 bytes of nibbles, in
+// the order in which the lanes of a warp need them, and 64 bytes of bf16 scales, one per
+// feature and 32 values of k. Lane l holds rows g = l / 4 and g + 8, t = l % 4:
+//   bytes 16 l + 4 j .. + 3, a word for k = 16 j .. 16 j + 15, j = 0..3; its nibbles,
+//     from the lowest: (row g, k 2t) (g + 8, 2t) (g, 2t + 8) (g + 8, 2t + 8), then the
+//     same four at k + 1;
+//   bytes 512 + 8 g + 4 s + 2 h: scale of row g + 8 h and k = 32 s .. 32 s + 31.
+// A nibble is value + 8; a weight is bf16(value * scale), rounded once. Where N or K end
+// inside of a tile, the rest has value 0.
+constexpr int kInt4TileRows = 16;
+constexpr int kInt4TileDepth = 64;
+constexpr int kInt4TileBytes = 576;
+constexpr int kInt4GroupSize = 32;
+
+enum class WeightKind { kBf16, kFloat32, kInt4 };
+
+// Some rows of one group, that one block multiplies at once.
+struct RowChunk {
+  int32_t group;
+  int32_t first;   // Of the rows sorted by group.
+  int32_t count;   // At most what the list was made for.
+  int32_t index;   // Which chunk of its group this is,
+  int32_t chunks;  // of so many.
+};
+
+struct MatmulArgs {
+  // Rows in bf16, or in float32 where the weights are float32 or `x_float32`.
+  const void* x;
+  int64_t x_row_stride;    // In elements, as all strides.
+  int64_t x_group_stride;  // Added per group.
+  const int32_t* x_rows;   // Row i is row x_rows[i] of x; null: row i.
+  bool x_float32;
+
+  // kBf16, kFloat32: element (g, k, n) at g * w_group_stride + k * w_depth_stride + n.
+  // kInt4: tiles, see above; the strides are not read.
+  const void* w;
+  WeightKind kind;
+  int64_t w_depth_stride;
+  int64_t w_group_stride;
+
+  // Rounded once from fp32, to bf16 unless `out_float32`.
+  void* out;
+  int64_t out_row_stride;
+  int64_t out_group_stride;
+  const int32_t* out_rows;  // Row i becomes row out_rows[i]; null: row i.
+  bool out_float32;
+
+  int groups;
+  int rows;  // Of each group; with a list, of all groups.
+  int depth;     // K.
+  int features;  // N, gate and up together where `gated`.
+
+  // out = silu(gate) * up, half as wide as w. bf16, float32: gate is the first half of
+  // N. kInt4: rows 0..7 of a tile are gate's, rows 8..15 up's.
+  bool gated;
+
+  // What rows belong to which group, see expert_rows.h; null: each group has all rows.
+  const RowChunk* chunks;
+  const int32_t* num_chunks;
+  int max_chunks;
+};
+
+// Rows that a chunk may have at most.
+constexpr int kChunkRowsInt4 = 16;
+constexpr int kChunkRowsBf16 = 64;
+constexpr int kChunkRowsFloat32 = 64;
+
+// bf16 rows, on the tensor cores. x, w and all their rows are aligned to 16 bytes, depth
+// is a multiple of 16 (of 64 for kInt4).
+cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream);
+
+// float32 rows, on the ordinary cores, k ascending within fixed parts of K.
+cudaError_t LaunchMatmulSimt(const MatmulArgs& args, cudaStream_t stream);
+
+}  // namespace kdtree_jax
+
+#endif  // KDTREE_JAX_MATMUL_H_
