@@ -48,11 +48,13 @@ struct MatmulArgs {
   const int32_t* x_rows;   // Row i is row x_rows[i] of x; null: row i.
   bool x_float32;
 
-  // kBf16, kFloat32: element (g, k, n) at g * w_group_stride + k * w_depth_stride + n.
-  // kInt4: tiles, see above; the strides are not read.
+  // kBf16, kFloat32: element (g, k, n) at g * w_group_stride + k * w_row_stride + n, or,
+  // where `w_by_feature`, at g * w_group_stride + n * w_row_stride + k.
+  // kInt4: tiles, see above; the strides and `w_by_feature` are not read.
   const void* w;
   WeightKind kind;
-  int64_t w_depth_stride;
+  bool w_by_feature;
+  int64_t w_row_stride;
   int64_t w_group_stride;
 
   // Rounded once from fp32, to bf16 unless `out_float32`.

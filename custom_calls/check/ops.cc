@@ -10,9 +10,13 @@ struct Op {
 
 constexpr Op kOps[] = {
     {"accept_tree", SetUpAcceptTree},
+    {"best_token", SetUpBestToken},
     {"build_tree", SetUpBuildTree},
     {"compact", SetUpCompact},
+    {"emit", SetUpEmit},
     {"rope", SetUpRope},
+    {"rope_keys", SetUpRopeKeys},
+    {"token_log_probs", SetUpTokenLogProbs},
     {"tree_ancestors", SetUpTreeAncestors},
     {"tree_attention", SetUpTreeAttention},
 };

@@ -20,9 +20,13 @@ using Launch = std::function<cudaError_t(cudaStream_t)>;
 using SetUp = Launch (*)(CaseSetup& setup);
 
 Launch SetUpAcceptTree(CaseSetup& setup);
+Launch SetUpBestToken(CaseSetup& setup);
 Launch SetUpBuildTree(CaseSetup& setup);
 Launch SetUpCompact(CaseSetup& setup);
+Launch SetUpEmit(CaseSetup& setup);
 Launch SetUpRope(CaseSetup& setup);
+Launch SetUpRopeKeys(CaseSetup& setup);
+Launch SetUpTokenLogProbs(CaseSetup& setup);
 Launch SetUpTreeAncestors(CaseSetup& setup);
 Launch SetUpTreeAttention(CaseSetup& setup);
 

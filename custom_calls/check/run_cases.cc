@@ -119,7 +119,7 @@ class Runner {
 
 void Print(const GoldenCase& golden, const std::string& dimensions,
            const std::string& error, const std::string& note) {
-  std::printf("%-4s  %-14s  case %-3zu  %s  (%s)%s%s%s%s\n",
+  std::printf("%-4s  %-15s  case %-3zu  %s  (%s)%s%s%s%s\n",
               error.empty() ? "ok" : "FAIL", golden.op.c_str(), golden.number,
               dimensions.c_str(), golden.name.c_str(), note.empty() ? "" : "  ",
               note.c_str(), error.empty() ? "" : "  ", error.c_str());

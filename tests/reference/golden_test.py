@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 
 from kdtree_jax import ops, reference
+from kdtree_jax.decoding.emit import Accepted, append
+from kdtree_jax.decoding.state import DecodeState, Limits
+from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.ops.build_tree import tree_from_table
 from kdtree_jax.reference.golden import GoldenCase, golden_cases
+from kdtree_jax.reference.golden.token_log_probs import exact_and_bound
 from kdtree_jax.tree import Tree, ancestors
 
 CASES = golden_cases(seed=5, small=True)
@@ -23,6 +28,10 @@ OPS = (
   "tree_attention",
   "accept_tree",
   "compact",
+  "rope_keys",
+  "best_token",
+  "token_log_probs",
+  "emit",
 )
 
 
@@ -38,19 +47,24 @@ def tree_outputs(tree: Tree) -> Outputs:
   return {name: np.asarray(getattr(tree, name)) for name in names}
 
 
-def run_rope(case: GoldenCase) -> Outputs:
-  x, positions = case.inputs["x"], case.inputs["positions"]
+def angles_of(case: GoldenCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Positions, cos and sin: the case's tables, or a row for each token."""
+  positions = case.inputs["positions"]
   if "cos" in case.inputs:
-    cos, sin = case.inputs["cos"], case.inputs["sin"]
-  else:
-    frequencies = case.inputs["frequencies"]
-    if case.attributes["float32_angles"]:
-      frequencies = frequencies.astype(np.float32)
-    angles = positions.astype(frequencies.dtype)[:, None] * frequencies
-    angles, amplitude = angles.astype(np.float64), case.attributes["amplitude"]
-    cos = (np.cos(angles) * amplitude).astype(np.float32)
-    sin = (np.sin(angles) * amplitude).astype(np.float32)
-    positions = np.arange(len(x), dtype=np.int32)
+    return positions, case.inputs["cos"], case.inputs["sin"]
+  frequencies = case.inputs["frequencies"]
+  if case.attributes["float32_angles"]:
+    frequencies = frequencies.astype(np.float32)
+  angles = positions.astype(frequencies.dtype)[:, None] * frequencies
+  angles, amplitude = angles.astype(np.float64), case.attributes["amplitude"]
+  cos = (np.cos(angles) * amplitude).astype(np.float32)
+  sin = (np.sin(angles) * amplitude).astype(np.float32)
+  return np.arange(len(positions), dtype=np.int32), cos, sin
+
+
+def run_rope(case: GoldenCase) -> Outputs:
+  x = case.inputs["x"]
+  positions, cos, sin = angles_of(case)
   rotate = jax.jit(ops.rope, static_argnames="interleave")
   out = rotate(
     x, positions[:, None], cos, sin, interleave=case.attributes["interleave"]
@@ -102,6 +116,45 @@ def run_compact(case: GoldenCase) -> Outputs:
   return {"cache": np.asarray(cache).view(dtype)}
 
 
+def run_rope_keys(case: GoldenCase) -> Outputs:
+  positions, cos, sin = angles_of(case)
+  kv, weight = case.inputs["kv"], case.inputs["weight"]
+  static = {name: case.attributes[name] for name in ("eps", "interleave")}
+  keys = jax.jit(ops.rope_keys, static_argnames=("eps", "interleave"))
+  return {
+    "out": np.asarray(keys(kv[None], weight, positions[None], cos, sin, **static))[0]
+  }
+
+
+def run_best_token(case: GoldenCase) -> Outputs:
+  return {"tokens": np.asarray(jax.jit(ops.best_token)(case.inputs["logits"]))}
+
+
+def run_token_log_probs(case: GoldenCase) -> Outputs:
+  found = jax.jit(ops.token_log_probs)(**case.inputs)
+  return {"log_probs": np.asarray(found)}
+
+
+def run_emit(case: GoldenCase) -> Outputs:
+  given = dict(case.inputs)
+  take = functools.partial(map, given.pop)
+  accepted = Accepted(*take(field.name for field in dataclasses.fields(Accepted)))
+  limits = Limits(*take(["stop_tokens", "capacity"]), budget=np.int32(0))
+  B, M = given["tokens"].shape
+  state = DecodeState(
+    cache=LatentCache(np.zeros(1), given.pop("lengths")),
+    drafter=(),
+    sequence_ids=np.arange(B),
+    logits=np.zeros((B, M, 0)),
+    **given,
+  )
+  new, commit = jax.jit(append, static_argnums=3)(state, accepted, limits, "xla")
+  found = {name: getattr(new, name) for name in given}
+  found |= {"new_lengths": new.cache.lengths, "committed": commit.length}
+  found |= {"kept": commit.kept, "path_tokens": commit.path_tokens}
+  return {name: np.asarray(x) for name, x in found.items()}
+
+
 RUN: dict[str, Callable[[GoldenCase], Outputs]] = {
   "rope": run_rope,
   "build_tree": run_build_tree,
@@ -109,10 +162,14 @@ RUN: dict[str, Callable[[GoldenCase], Outputs]] = {
   "tree_attention": run_attention,
   "accept_tree": run_accept,
   "compact": run_compact,
+  "rope_keys": run_rope_keys,
+  "best_token": run_best_token,
+  "token_log_probs": run_token_log_probs,
+  "emit": run_emit,
 }
 
 # What callers may not pass, and only the kernels define.
-UNDEFINED = {"starts before the cache"}
+UNDEFINED = {"starts before the cache", "counts before the text"}
 
 
 def share_of_bound(case: GoldenCase, name: str, got: np.ndarray) -> float:
@@ -207,6 +264,42 @@ def test_the_bound_of_attention_finds_a_wrong_key(dtype: str):
     found.append(share_of_bound(case, "out", got))
   assert len(found) > 5
   assert min(found) > 2
+
+
+def test_the_bound_of_rope_keys_finds_a_feature_that_is_not_summed():
+  found = []
+  for case in of_op("rope_keys"):
+    kv, weight = case.inputs["kv"], case.inputs["weight"]
+    latent = len(weight)
+    if latent == 1 or len(kv) == 0 or "not finite" in case.name:
+      continue
+    x = kv[:, :latent].astype(np.float64)
+    mean_square = np.sum(x[:, 1:] ** 2, axis=-1, keepdims=True) / latent
+    normed = (x / np.sqrt(mean_square + case.attributes["eps"])).astype(kv.dtype)
+    got = case.outputs["out"].copy()
+    got[:, :latent] = normed * weight
+    found.append(share_of_bound(case, "out", got))
+  assert len(found) > 20
+  assert min(found) > 2
+
+
+@pytest.mark.parametrize("vocab", [2, 97, 16384, 40_000])
+def test_the_bound_of_log_probs_finds_a_logit_that_is_not_summed(vocab: int):
+  rng = np.random.default_rng(vocab)
+  for scale in (0.0, 1.0):
+    logits = (scale * rng.standard_normal(vocab)).astype(np.float32)
+    exact, bound = exact_and_bound(logits, 0)
+    total = np.log(np.sum(np.exp(logits[:-1].astype(np.float64))))
+    assert abs(logits[0] - total - exact) > 2 * bound
+
+
+def test_texts_end_in_every_way():
+  finish = {reason: 0 for reason in range(5)}
+  for case in of_op("emit"):
+    was, now = case.inputs["finish"], case.outputs["finish"]
+    for reason in now[was == DecodeState.RUNNING].tolist():
+      finish[reason] += 1
+  assert min(finish.values()) > 5, finish
 
 
 def test_trees_of_logits_do_not_hang_on_last_bits():

@@ -11,16 +11,32 @@ import numpy as np
 from kdtree_jax.reference.golden import (
   accept,
   attention,
+  best_token,
   build,
   compaction,
+  emit,
   paths,
   rope,
+  rope_keys,
+  token_log_probs,
 )
 from kdtree_jax.reference.golden.case import GoldenCase, Rule
 
 __all__ = ["GoldenCase", "Rule", "golden_cases"]
 
-_MODULES = (rope, build, paths, attention, accept, compaction)
+# New ones come last: the place of an op seeds its cases.
+_MODULES = (
+  rope,
+  build,
+  paths,
+  attention,
+  accept,
+  compaction,
+  rope_keys,
+  best_token,
+  token_log_probs,
+  emit,
+)
 
 
 def golden_cases(seed: int = 0, *, small: bool = False) -> list[GoldenCase]:
