@@ -294,7 +294,7 @@ def test_the_bound_of_log_probs_finds_a_logit_that_is_not_summed(vocab: int):
 
 
 def test_texts_end_in_every_way():
-  finish = {reason: 0 for reason in range(5)}
+  finish = dict.fromkeys(range(5), 0)
   for case in of_op("emit"):
     was, now = case.inputs["finish"], case.outputs["finish"]
     for reason in now[was == DecodeState.RUNNING].tolist():
