@@ -15,6 +15,7 @@ from kdtree_jax.reference.attention import (
 )
 from kdtree_jax.reference.decode import DecodeResult, decode
 from kdtree_jax.reference.drafter import draft
+from kdtree_jax.reference.int4 import dequantize_int4, unpack_int4
 from kdtree_jax.reference.layers import (
   linear,
   log_softmax,
@@ -71,6 +72,7 @@ __all__ = [
   "combine",
   "compact",
   "decode",
+  "dequantize_int4",
   "draft",
   "drafter_weight_shapes",
   "expand_value",
@@ -96,6 +98,7 @@ __all__ = [
   "threefry2x32",
   "top_p_filter",
   "tree_attention",
+  "unpack_int4",
   "verify",
   "weight_shapes",
   "yarn_band",
