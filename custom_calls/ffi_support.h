@@ -114,6 +114,16 @@ ffi::Error CheckType(const char* kernel, const char* name, const Buffer& buffer,
   return BadArgument(kernel, text.str());
 }
 
+// Whether the rows of an operand hold bf16; otherwise they must hold f32.
+inline ffi::Error ReadElement(const char* kernel, const char* name,
+                              ffi::DataType dtype, bool* bfloat16) {
+  *bfloat16 = dtype == ffi::BF16;
+  if (dtype != ffi::BF16 && dtype != ffi::F32) {
+    return BadArgument(kernel, std::string(name) + " must be float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
 // A result that is updated in place must be the buffer of its operand.
 template <typename Before, typename After>
 ffi::Error CheckInPlace(const char* kernel, const char* name, const Before& before,

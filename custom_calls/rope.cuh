@@ -3,44 +3,12 @@
 #ifndef KDTREE_JAX_ROPE_CUH_
 #define KDTREE_JAX_ROPE_CUH_
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
+#include "chunks.cuh"
 #include "rope.h"
 
 namespace kdtree_jax {
-
-// kWidth elements that move together: 16 bytes, or one element where rows are not
-// aligned. Which of both is used changes no bit.
-template <typename T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Pack {
-  T values[kWidth];
-};
-
-template <typename T, int kWidth>
-__device__ inline Pack<T, kWidth> LoadPack(const T* at) {
-  return *reinterpret_cast<const Pack<T, kWidth>*>(at);
-}
-
-template <typename T, int kWidth>
-__device__ inline void StorePack(T* at, const Pack<T, kWidth>& pack) {
-  *reinterpret_cast<Pack<T, kWidth>*>(at) = pack;
-}
-
-__device__ inline float Widen(float x) { return x; }
-__device__ inline float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ inline T Rounded(float x);
-template <>
-__device__ inline float Rounded<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline __nv_bfloat16 Rounded<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
 
 // (cos, sin) of a pair at a position, rounded once to float32.
 //

@@ -87,16 +87,6 @@ inline ffi::Error ReadAngles(const char* kernel, ffi::RemainingArgs tables,
   return ffi::Error::Success();
 }
 
-// Whether the rows of an operand hold bf16; otherwise they must hold f32.
-inline ffi::Error ReadElement(const char* kernel, const char* name,
-                              ffi::DataType dtype, bool* bfloat16) {
-  *bfloat16 = dtype == ffi::BF16;
-  if (dtype != ffi::BF16 && dtype != ffi::F32) {
-    return BadArgument(kernel, std::string(name) + " must be float32 or bfloat16");
-  }
-  return ffi::Error::Success();
-}
-
 // The kernels count rows in ints.
 inline ffi::Error CheckRows(const char* kernel, const char* name, int64_t rows) {
   if (rows <= INT32_MAX) return ffi::Error::Success();

@@ -10,40 +10,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-// Neighbouring features that one thread sums, however they are loaded.
-constexpr int kChunk = 8;
-
-// Features at .. at + kChunk - 1 of a row; those past the end are 0.
-template <typename T, int kWidth>
-__device__ inline void LoadChunk(const T* row, int at, int width, T (&chunk)[kChunk]) {
-  if (kWidth > 1) {
-    // The width is a multiple of kWidth, but not always of kChunk.
-#pragma unroll
-    for (int i = 0; i < kChunk; i += kWidth) {
-      Pack<T, kWidth> pack = {};
-      if (at + i < width) pack = LoadPack<T, kWidth>(row + at + i);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) chunk[i + j] = pack.values[j];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      chunk[i] = at + i < width ? row[at + i] : Rounded<T>(0.0f);
-    }
-  }
-}
-
-template <typename T, int kWidth>
-__device__ inline void StoreChunk(T* row, int at, int width, const T (&chunk)[kChunk]) {
-#pragma unroll
-  for (int i = 0; i < kChunk; i += kWidth) {
-    if (at + i >= width) break;
-    Pack<T, kWidth> pack;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) pack.values[j] = chunk[i + j];
-    StorePack(row + at + i, pack);
-  }
-}
 
 // The sum over the block, the same for every thread.
 __device__ inline float BlockSum(float sum) {
