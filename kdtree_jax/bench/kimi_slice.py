@@ -1,0 +1,229 @@
+"""A pair with random weights, made on the device; the slice of `configs/kimi_slice.py`.
+
+Array by array, in place: there is never a second copy of the weights. Values keep the
+residual stream near unit scale, and rows of different tokens apart, so that they are
+routed to different experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kdtree_jax.bench.rounds import Start
+from kdtree_jax.config import DrafterConfig
+from kdtree_jax.decoding.state import DecodeState
+from kdtree_jax.drafter import DFlash
+from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.model.moe import CorrectionBias, Experts
+from kdtree_jax.model.target import RopeTable, Target
+from kdtree_jax.ops.int4_weight import random_int4, tiles_shape
+
+# Random values are formed in fp32 in blocks of at most so many.
+_BLOCK = 1 << 26
+EXPERTS = ("int4", "as_dtype")
+
+
+def random_target(
+  config: Any, dtype: jnp.dtype, seed: int = 0, experts: str = "int4"
+) -> Target:
+  """A target with random weights.
+
+  Args:
+    config: its ModelConfig.
+    dtype: of activations and of all weights but the routed experts.
+    seed: of the weights.
+    experts: "int4", or "as_dtype" for experts in `dtype`.
+
+  Raises:
+    ValueError: an unknown kind of experts.
+  """
+  if experts not in EXPERTS:
+    raise ValueError(
+      f"experts = {experts!r} is not allowed; it must be one of {EXPERTS}"
+    )
+  target = nnx.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  target.set_rope_tables()
+  if experts == "int4":
+    for layer, block in enumerate(target.layers):
+      if config.is_moe_layer(layer):
+        key = jax.random.fold_in(jax.random.key(seed), layer)
+        _fill_int4(block.mlp.experts, key)
+  _fill(target, jax.random.key(seed + 1))
+  return target
+
+
+def random_drafter(
+  config: DrafterConfig, layers: int, dtype: jnp.dtype, seed: int = 0
+) -> DFlash:
+  """A DFlash drafter with random weights.
+
+  Args:
+    config: its sizes. Its taps follow `layers`, see `spread_taps`.
+    layers: of the target.
+    dtype: of its weights.
+    seed: of its weights.
+  """
+  if layers != config.num_target_layers:
+    taps = spread_taps(len(config.target_layer_ids), layers)
+    config = dataclasses.replace(
+      config, target_layer_ids=taps, num_target_layers=layers
+    )
+  drafter = nnx.eval_shape(lambda: DFlash(config, dtype))
+  _fill(drafter, jax.random.key(seed + 2))
+  return drafter
+
+
+def spread_taps(count: int, layers: int) -> tuple[int, ...]:
+  """Taps at equal distances from layer 1 to the third last, as published drafters'."""
+  first = min(1, layers - 1)
+  last = max(layers - 3, first)
+  step = (last - first) / max(count - 1, 1)
+  return tuple(min(layers - 1, max(0, round(first + i * step))) for i in range(count))
+
+
+def random_start(
+  target: Target, drafter: DFlash, context: int, rounds: int, seed: int = 0
+) -> Start:
+  """One sequence behind a context of random latents, and room for rounds.
+
+  Args:
+    target: the model.
+    drafter: its drafter; its context is random too.
+    context: committed tokens.
+    rounds: for which there is room, however much they accept.
+    seed: of the context.
+
+  Raises:
+    ValueError: more positions than the target has.
+  """
+  config = target.config
+  longest = rounds * (1 + drafter.max_depth) + 2
+  if context < 1 or context + longest > config.max_position_embeddings:
+    raise ValueError(
+      f"context = {context} is not allowed: with {rounds} rounds it must lie between 1 "
+      f"and {config.max_position_embeddings - longest}, by the target's positions"
+    )
+  keys = jax.random.split(jax.random.key(seed + 3), 4)
+  cache = random_cache(target, 1, context, longest, keys[0])
+  drafted = drafter.init_state(1, cache.capacity)
+  drafted = dataclasses.replace(drafted, keys=_like(drafted.keys, keys[1]))
+  drafted = dataclasses.replace(drafted, values=_like(drafted.values, keys[2]))
+  state = DecodeState.empty(cache, drafted, longest, config.vocab_size, False)
+  state = dataclasses.replace(
+    state,
+    root=jax.random.randint(keys[3], (1,), 0, config.vocab_size, jnp.int32),
+    finish=jnp.zeros_like(state.finish),
+    generated=jnp.ones_like(state.generated),
+  )
+  return Start(target, drafter, state, context + longest, rounds)
+
+
+def random_cache(
+  target: Target, slots: int, context: int, room: int, key: jax.Array
+) -> LatentCache:
+  """A cache of `context` random rows per sequence, and of `room` further positions."""
+  shapes = jax.eval_shape(
+    lambda: LatentCache.empty(target.config, slots, context + room, target.dtype)
+  )
+  # Normed latents, and keys that are rotations of values of unit variance.
+  data = _like(shapes.data, key)
+  return LatentCache(data, jnp.full((slots,), context, jnp.int32))
+
+
+def bytes_of(tree: Any) -> int:
+  """Bytes of all arrays of a module or pytree, or of their shapes."""
+  arrays = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def weight_bytes(experiment: Any, dtype: jnp.dtype) -> int:
+  """Bytes that the pair will take, routed experts in int4, from shapes alone."""
+  config = experiment.model
+  target = nnx.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  total = bytes_of(target) + bytes_of(
+    nnx.eval_shape(lambda: DFlash(experiment.drafter, dtype))
+  )
+  for layer, block in enumerate(target.layers):
+    if config.is_moe_layer(layer):
+      total -= bytes_of(block.mlp.experts)
+      total += sum(math.prod(tiles_shape(*shape)) for shape in _expert_shapes(config))
+  return total
+
+
+def _expert_shapes(config: Any) -> tuple[tuple[int, int, int], ...]:
+  """(experts, depth, features) of gate and up together, and of down."""
+  E, D = config.n_routed_experts, config.hidden_size
+  F = config.moe_intermediate_size
+  return (E, D, 2 * F), (E, F, D)
+
+
+def _fill_int4(experts: Experts, key: jax.Array) -> None:
+  """Makes a layer's routed experts, of variance 1 / depth."""
+  shapes = _expert_shapes(experts.config)
+  for name, shape, gated in zip(
+    ("gate_up", "down"), shapes, (True, False), strict=True
+  ):
+    key, own = jax.random.split(key)
+    weight = _int4(own, *shape, gated, shape[1] ** -0.5)
+    setattr(experts, name, nnx.Param(jax.block_until_ready(weight)))
+
+
+def _fill(module: nnx.Module, key: jax.Array) -> None:
+  """Gives values to all variables of a module that have only shapes."""
+  for path, variable in list(nnx.iter_graph(module)):
+    if not isinstance(variable, nnx.Variable) or isinstance(variable, RopeTable):
+      continue
+    shape = variable.get_value()
+    if not isinstance(shape, jax.ShapeDtypeStruct):
+      continue
+    key, own = jax.random.split(key)
+    if isinstance(variable, CorrectionBias):
+      value = jnp.zeros(shape.shape, shape.dtype)
+    elif path[-1] == "weight":  # of a norm
+      value = jnp.ones(shape.shape, shape.dtype)
+    else:
+      deviation = _deviation(path, shape.shape)
+      value = _normal(own, shape.shape, deviation, shape.dtype)
+    variable.set_value(jax.block_until_ready(value))
+
+
+def _deviation(path: tuple[Any, ...], shape: tuple[int, ...]) -> float:
+  """Standard deviation of a weight: unit variance in, unit variance out."""
+  if path[-1] == "embed_tokens":
+    return 1.0
+  if path[-1] == "k_up":  # [H, C, R], both ways
+    return shape[2] ** -0.5
+  return shape[-2] ** -0.5  # [.., in, out]
+
+
+_int4 = jax.jit(random_int4, static_argnums=(1, 2, 3, 4, 5))
+
+
+def _like(array: Any, key: jax.Array) -> jax.Array:
+  """Normal values of the same shape and dtype."""
+  return _normal(key, array.shape, 1.0, array.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(
+  key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: jnp.dtype
+) -> jax.Array:
+  size, first = math.prod(shape), shape[0]
+  count = next(
+    n
+    for n in range(1, first + 1)
+    if first % n == 0 and (size // n <= _BLOCK or n == first)
+  )
+
+  def block(key: jax.Array) -> jax.Array:
+    values = jax.random.normal(key, (first // count, *shape[1:]), jnp.float32)
+    return (deviation * values).astype(dtype)
+
+  return jax.lax.map(block, jax.random.split(key, count)).reshape(shape)
