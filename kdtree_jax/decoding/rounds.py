@@ -28,9 +28,11 @@ from kdtree_jax.tree import Tree
 
 # Ops of a round that take `Program.implementation`, the target's among them.
 OPS = (
+  "rms_norm",
   "tree_attention",
   "rope_keys",
   "rope_queries",
+  "route",
   "ancestors",
   "build_tree",
   "chain_tree",

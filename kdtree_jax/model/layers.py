@@ -8,12 +8,7 @@ from flax import nnx
 
 from kdtree_jax.ops.matmul import matmul
 from kdtree_jax.ops.norm import rms_norm
-
-
-def silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """`silu(gate) * up`; silu in fp32 and rounded once, as torch does it."""
-  wide = gate.astype(jnp.float32)
-  return (wide * jax.nn.sigmoid(wide)).astype(gate.dtype) * up
+from kdtree_jax.ops.silu import silu_times
 
 
 class RMSNorm(nnx.Module):
@@ -23,8 +18,8 @@ class RMSNorm(nnx.Module):
     self.weight = nnx.Param(jnp.ones((size,), dtype))
     self.eps = eps
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return rms_norm(x, self.weight[...], self.eps)
+  def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
+    return rms_norm(x, self.weight[...], self.eps, implementation)
 
 
 class Linear(nnx.Module):

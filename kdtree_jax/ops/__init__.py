@@ -18,14 +18,17 @@ from kdtree_jax.ops.build_tree import (
 )
 from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
+from kdtree_jax.ops.norm import add_rms_norm, rms_norm
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
+from kdtree_jax.ops.route import route
 from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.ops.tree_attention import tree_attention
 
 __all__ = [
   "RopeFrequencies",
   "accept_tree",
+  "add_rms_norm",
   "ancestors",
   "best_token",
   "build_tree",
@@ -33,10 +36,12 @@ __all__ = [
   "compact",
   "grouped_matmul",
   "log_softmax_topk",
+  "rms_norm",
   "rope",
   "rope_keys",
   "rope_queries",
   "rope_table",
+  "route",
   "token_log_probs",
   "tree_attention",
   "tree_from_table",

@@ -17,6 +17,7 @@ IMPLEMENTATIONS = ("auto", "xla", "cuda")
 CUDA_OPS = frozenset(
   {
     "accept_tree",
+    "add_rms_norm",
     "ancestors",
     "best_token",
     "build_tree",
@@ -24,9 +25,11 @@ CUDA_OPS = frozenset(
     "compact",
     "emit",
     "log_softmax_topk",
+    "rms_norm",
     "rope",
     "rope_keys",
     "rope_queries",
+    "route",
     "token_log_probs",
     "tree_attention",
     "tree_from_table",

@@ -36,6 +36,7 @@ INTERFACE = 1
 # XLA target -> symbol of the handler.
 TARGETS = {
   "kdtree_jax.accept_tree": "KdtreeAcceptTree",
+  "kdtree_jax.add_rms_norm": "KdtreeAddRmsNorm",
   "kdtree_jax.ancestors": "KdtreeTreeAncestors",
   "kdtree_jax.build_tree": "KdtreeBuildTree",
   "kdtree_jax.compact": "KdtreeCompact",
@@ -45,6 +46,8 @@ TARGETS = {
   "kdtree_jax.log_softmax_topk": "KdtreeLogSoftmaxTopK",
   "kdtree_jax.tree_attention": "KdtreeTreeAttention",
   "kdtree_jax.tree_from_table": "KdtreeTreeFromTable",
+  "kdtree_jax.rms_norm": "KdtreeRmsNorm",
+  "kdtree_jax.route": "KdtreeRoute",
   "kdtree_jax.rope": "KdtreeRope",
   "kdtree_jax.rope_keys": "KdtreeRopeKeys",
   "kdtree_jax.rope_queries": "KdtreeRopeQueries",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
 from kdtree_jax.ops._checks import as_array, check_integers, check_static_number
-from kdtree_jax.ops.norm import rms_norm
+from kdtree_jax.ops.norm import rms_norm_xla
 from kdtree_jax.ops.rope import RopeFrequencies, check_rope, rope_angles, rope_xla
 
 
@@ -154,7 +154,7 @@ def rope_keys(
   def xla(kv, weight, positions, cos, sin):
     latent, pe = jnp.split(kv, [R], axis=-1)
     pe = rope_xla(pe, positions, cos, sin, interleave=interleave)
-    return jnp.concatenate([rms_norm(latent, weight, eps), pe], axis=-1)
+    return jnp.concatenate([rms_norm_xla(latent, weight, eps), pe], axis=-1)
 
   def cuda(kv, weight, positions, cos, sin):
     tables, attributes = rope_angles(cos, sin, frequencies)
