@@ -17,6 +17,7 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import SwiGLU, normal, silu_times
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
 from kdtree_jax.ops.matmul import einsum, matmul
+from kdtree_jax.ops.route import route
 
 # Up to this many experts it is cheaper on every device to run them all on every
 # row than to group rows by expert (the weights are read anyway).
@@ -45,39 +46,28 @@ class Router(nnx.Module):
     if config.topk_method == "noaux_tc":
       self.e_score_correction_bias = CorrectionBias(jnp.zeros((E,), jnp.float32))
 
-  def __call__(self, x: jax.Array) -> Routing:
+  def __call__(self, x: jax.Array, implementation: str = "auto") -> Routing:
     """x: [T, D] in any dtype."""
     c = self.config
     logits = matmul(x.astype(jnp.float32), self.kernel[...])
-    if c.scoring_func == "sigmoid":
-      scores = jax.nn.sigmoid(logits)
-    else:
-      scores = jax.nn.softmax(logits, axis=-1)
-    choice = scores
-    if c.topk_method == "noaux_tc":
-      choice = scores + self.e_score_correction_bias[...]
-      if c.n_group > 1:
-        choice = _mask_groups(choice, c.n_group, c.topk_group)
-    _, experts = jax.lax.top_k(choice, c.num_experts_per_tok)
-    # Gathered from the scores: the bias selects, it never weighs.
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if c.norm_topk_prob:
-      weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
-    return Routing(experts, weights * c.routed_scaling_factor, scores)
+    chooses_by_bias = c.topk_method == "noaux_tc"
+    return Routing(
+      *route(
+        logits,
+        self.e_score_correction_bias[...] if chooses_by_bias else None,
+        k=c.num_experts_per_tok,
+        scoring=c.scoring_func,
+        n_group=c.n_group if chooses_by_bias else 1,
+        topk_group=c.topk_group if chooses_by_bias else 1,
+        norm_topk_prob=c.norm_topk_prob,
+        scaling=c.routed_scaling_factor,
+        implementation=implementation,
+      )
+    )
 
 
 class CorrectionBias(nnx.Variable):
   """The router's selection bias: moved by load, never by a gradient."""
-
-
-def _mask_groups(choice: jax.Array, n_group: int, topk_group: int) -> jax.Array:
-  """Sets the experts outside the best groups (by top-2 sum) to -inf."""
-  T, E = choice.shape
-  groups = choice.reshape(T, n_group, E // n_group)
-  best_two, _ = jax.lax.top_k(groups, min(2, E // n_group))
-  _, kept = jax.lax.top_k(jnp.sum(best_two, -1), topk_group)
-  keep = jnp.any(kept[:, :, None] == jnp.arange(n_group), axis=1)
-  return jnp.where(keep[:, :, None], groups, -jnp.inf).reshape(T, E)
 
 
 class Experts(nnx.Module):
