@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.model.layers import SwiGLU, normal, silu_times
-from kdtree_jax.ops.grouped_matmul import grouped_matmul
-from kdtree_jax.ops.matmul import einsum, matmul
+from kdtree_jax.model.layers import SwiGLU, normal
+from kdtree_jax.ops._routed_experts_xla import DENSE_EXPERTS
+from kdtree_jax.ops.int4_weight import Int4Weight, random_int4
+from kdtree_jax.ops.matmul import matmul
 from kdtree_jax.ops.route import route
-
-# Up to this many experts it is cheaper on every device to run them all on every
-# row than to group rows by expert (the weights are read anyway).
-DENSE_EXPERTS = 16
+from kdtree_jax.ops.routed_experts import routed_experts
+from kdtree_jax.ops.silu import silu_times
 
 
 @jax.tree_util.register_dataclass
@@ -70,79 +69,74 @@ class CorrectionBias(nnx.Variable):
   """The router's selection bias: moved by load, never by a gradient."""
 
 
+class Int4Tiles(nnx.Variable):
+  """Tiles of an `Int4Weight`: moved by load, never by a gradient or a cast."""
+
+
 class Experts(nnx.Module):
   """The routed experts of one layer.
 
   `gate_up` is [D, E, 2F] where all experts run on every row (one flat product),
-  [E, D, 2F] where rows are grouped by expert; `down` is [E, F, D].
+  [E, D, 2F] where rows are grouped by expert; `down` is [E, F, D]. With `int4` both
+  are the tiles of an `Int4Weight`.
   """
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(
+    self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, int4: bool = False
+  ):
     self.config = config
+    self.int4 = int4
     E, D = config.n_routed_experts, config.hidden_size
     F = config.moe_intermediate_size
+    if int4:
+      gate_up = random_int4(rngs.params(), E, D, 2 * F, True, D**-0.5)
+      down = random_int4(rngs.params(), E, F, D, False, F**-0.5)
+      self.gate_up, self.down = Int4Tiles(gate_up.tiles), Int4Tiles(down.tiles)
+      return
     shape = (D, E, 2 * F) if self.dense else (E, D, 2 * F)
     self.gate_up = nnx.Param(normal(rngs, shape, D, dtype))
     self.down = nnx.Param(normal(rngs, (E, F, D), F, dtype))
 
   @property
   def dense(self) -> bool:
-    return self.config.n_routed_experts <= DENSE_EXPERTS
+    """Whether `gate_up` is [D, E, 2F]."""
+    return not self.int4 and self.config.n_routed_experts <= DENSE_EXPERTS
 
-  def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
+  def kernels(self) -> tuple[jax.Array, jax.Array] | tuple[Int4Weight, Int4Weight]:
+    """gate_up and down as `routed_experts` takes them."""
+    gate_up, down = self.gate_up[...], self.down[...]
+    if not self.int4:
+      return gate_up, down
+    D, F = self.config.hidden_size, self.config.moe_intermediate_size
+    return Int4Weight(gate_up, D, 2 * F, gated=True), Int4Weight(down, F, D)
+
+  def __call__(
+    self, x: jax.Array, routing: Routing, implementation: str = "auto"
+  ) -> jax.Array:
     """x [T, D] -> [T, D]: sum over slots of weight * expert(x), one cast."""
-    if not self.dense:
-      outputs = self._grouped(x, routing)
-    elif x.shape[0] == 1:
-      outputs = self._one_row(x, routing)
-    else:
-      outputs = self._all(x, routing)
-    total = jnp.zeros(x.shape, jnp.float32)
-    for slot in range(self.config.num_experts_per_tok):
-      weight = routing.weights[:, slot, None]
-      total = total + outputs[:, slot].astype(jnp.float32) * weight
-    return total.astype(x.dtype)
-
-  def _all(self, x: jax.Array, routing: Routing) -> jax.Array:
-    """Every expert on every row; the chosen outputs [T, k, D] are picked after."""
-    T, D = x.shape
-    E, F = self.config.n_routed_experts, self.config.moe_intermediate_size
-    h = matmul(x, self.gate_up[...].reshape(D, -1)).reshape(T, E, 2 * F)
-    h = silu_times(h[..., :F], h[..., F:])
-    out = einsum("tef,efd->etd", h, self.down[...], x.dtype)
-    return out[routing.experts, jnp.arange(T)[:, None]]
-
-  def _one_row(self, x: jax.Array, routing: Routing) -> jax.Array:
-    """Reads the weights of the chosen experts only: [1, D] -> [1, k, D]."""
-    F = self.config.moe_intermediate_size
-    outputs = []
-    for slot in range(self.config.num_experts_per_tok):
-      expert = routing.experts[0, slot]
-      gate_up = jax.lax.dynamic_index_in_dim(self.gate_up[...], expert, 1, False)
-      down = jax.lax.dynamic_index_in_dim(self.down[...], expert, 0, False)
-      h = matmul(x, gate_up)
-      outputs.append(matmul(silu_times(h[:, :F], h[:, F:]), down))
-    return jnp.stack(outputs, axis=1)
-
-  def _grouped(self, x: jax.Array, routing: Routing) -> jax.Array:
-    """Rows sorted by expert, one grouped product each way: -> [T, k, D]."""
-    T, D = x.shape
-    k, F = self.config.num_experts_per_tok, self.config.moe_intermediate_size
-    flat = routing.experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=self.config.n_routed_experts)
-    sizes = sizes.astype(jnp.int32)
-    h = grouped_matmul(x[order // k], self.gate_up[...], sizes)
-    h = silu_times(h[:, :F], h[:, F:])
-    out = grouped_matmul(h, self.down[...], sizes)
-    return jnp.zeros_like(out).at[order].set(out).reshape(T, k, D)
+    return routed_experts(
+      x,
+      routing.experts,
+      routing.weights,
+      *self.kernels(),
+      experts_axis=int(self.dense),
+      implementation=implementation,
+    )
 
   def training_form(self, x: jax.Array, routing: Routing) -> jax.Array:
     """All experts as two flat products, unselected ones weighted by zero.
 
     The sum over experts happens inside the product, in expert order: cheap and
     differentiable, but not the combine order of decoding.
+
+    Raises:
+      ValueError: the weights are int4.
     """
+    if self.int4:
+      raise ValueError(
+        "int4 experts cannot be trained: load the target with "
+        "expert_dtype='dequantized'"
+      )
     T, D = x.shape
     E, F = self.config.n_routed_experts, self.config.moe_intermediate_size
     gate_up = self.gate_up[...]
@@ -158,20 +152,33 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
   """Routed experts plus the shared experts (one SwiGLU, weight 1)."""
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+    int4_experts: bool = False,
+  ):
     self.config = config
     self.gate = Router(config, rngs)
-    self.experts = Experts(config, dtype, rngs)
+    self.experts = Experts(config, dtype, rngs, int4_experts)
     if config.n_shared_experts:
       inner = config.n_shared_experts * config.moe_intermediate_size
       self.shared_experts = SwiGLU(config.hidden_size, inner, dtype, rngs)
 
-  def __call__(self, x: jax.Array, training: bool = False) -> tuple[jax.Array, Routing]:
-    """x [..., D] -> (same shape, the routing of the flattened rows)."""
+  def __call__(
+    self, x: jax.Array, training: bool = False, implementation: str = "auto"
+  ) -> tuple[jax.Array, Routing]:
+    """x [..., D] -> (same shape, the routing of the flattened rows).
+
+    Int4 experts have one form, with `training` too: no gradient reaches them.
+    """
     rows = x.reshape(-1, x.shape[-1])
     routing = self.gate(rows)
-    run = self.experts.training_form if training else self.experts
-    out = run(rows, routing)
+    if training and not self.experts.int4:
+      out = self.experts.training_form(rows, routing)
+    else:
+      out = self.experts(rows, routing, implementation)
     if self.config.n_shared_experts:
       out = out + self.shared_experts(rows)
     return out.reshape(x.shape), routing

@@ -29,14 +29,21 @@ class RopeTable(nnx.Variable):
 class Block(nnx.Module):
   """Pre-norm block: `h += attention(norm(h)); h += ffn(norm(h))`."""
 
-  def __init__(self, config: ModelConfig, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: ModelConfig,
+    layer: int,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+    int4_experts: bool = False,
+  ):
     D, eps = config.hidden_size, config.rms_norm_eps
     self.input_layernorm = RMSNorm(D, eps, dtype)
     self.self_attn = MLA(config, dtype, rngs)
     self.post_attention_layernorm = RMSNorm(D, eps, dtype)
     self.mlp: MoE | SwiGLU
     if config.is_moe_layer(layer):
-      self.mlp = MoE(config, dtype, rngs)
+      self.mlp = MoE(config, dtype, rngs, int4_experts)
     else:
       self.mlp = SwiGLU(D, config.intermediate_size, dtype, rngs)
 
@@ -57,6 +64,7 @@ class Target(nnx.Module):
     dtype: of activations and parameters, float32 or bfloat16.
     fingerprint: identifies the exact weights, or None where they are random or
       in training. A drafter is bonded to one fingerprint.
+    int4_experts: whether the routed experts are int4, see `Int4Weight`.
   """
 
   def __init__(
@@ -66,14 +74,17 @@ class Target(nnx.Module):
     dtype: jnp.dtype = jnp.float32,
     rngs: nnx.Rngs,
     fingerprint: str | None = None,
+    int4_experts: bool = False,
   ):
     self.config = config
     self.dtype = jnp.dtype(dtype)
     self.fingerprint = fingerprint
+    self.int4_experts = int4_experts
     V, D = config.vocab_size, config.hidden_size
     self.embed_tokens = nnx.Param(normal(rngs, (V, D), D, dtype))
+    layers = range(config.num_hidden_layers)
     self.layers = nnx.List(
-      [Block(config, i, dtype, rngs) for i in range(config.num_hidden_layers)]
+      [Block(config, i, dtype, rngs, int4_experts) for i in layers]
     )
     self.norm = RMSNorm(D, config.rms_norm_eps, dtype)
     if not config.tie_word_embeddings:

@@ -22,6 +22,7 @@ from kdtree_jax.ops.norm import add_rms_norm, rms_norm
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.ops.route import route
+from kdtree_jax.ops.routed_experts import routed_experts
 from kdtree_jax.ops.token_log_probs import token_log_probs
 from kdtree_jax.ops.tree_attention import tree_attention
 
@@ -42,6 +43,7 @@ __all__ = [
   "rope_queries",
   "rope_table",
   "route",
+  "routed_experts",
   "token_log_probs",
   "tree_attention",
   "tree_from_table",

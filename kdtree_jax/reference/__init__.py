@@ -30,7 +30,13 @@ from kdtree_jax.reference.model import (
   init_cache,
   verify,
 )
-from kdtree_jax.reference.moe import combine, grouped_matmul, moe, route
+from kdtree_jax.reference.moe import (
+  combine,
+  grouped_matmul,
+  moe,
+  route,
+  routed_experts,
+)
 from kdtree_jax.reference.random import gumbel_noise, random_bits, threefry2x32
 from kdtree_jax.reference.rope import (
   RopeTable,
@@ -93,6 +99,7 @@ __all__ = [
   "rope",
   "rope_table",
   "route",
+  "routed_experts",
   "softmax",
   "swiglu",
   "threefry2x32",

@@ -6,6 +6,8 @@ modeling_deepseek.py computes it (class MoEGate, DeepseekV3MoE.moe_infer).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kdtree_jax.config import ModelConfig
@@ -98,14 +100,57 @@ def moe(
   logits = layers.linear(layers.widen(x), weights[f"{prefix}.gate.weight"])
   bias = weights.get(f"{prefix}.gate.e_score_correction_bias")
   ids, gates = route(config, logits, bias)
-  outputs = np.zeros((*ids.shape, x.shape[-1]), x.dtype)
-  for expert in np.unique(ids):
-    tokens, slots = np.nonzero(ids == expert)
-    outputs[tokens, slots] = mlp(weights, f"{prefix}.experts.{expert}", x[tokens])
-  total = combine(outputs, gates)
+
+  def run(expert: int, rows: np.ndarray) -> np.ndarray:
+    return mlp(weights, f"{prefix}.experts.{expert}", rows)
+
+  total = combine(expert_outputs(x, ids, run), gates)
   if config.n_shared_experts:
     total = total + mlp(weights, f"{prefix}.shared_experts", x)
   return total
+
+
+def routed_experts(
+  x: np.ndarray,
+  experts: np.ndarray,
+  weights: np.ndarray,
+  gate_up: np.ndarray,
+  down: np.ndarray,
+) -> np.ndarray:
+  """What the chosen experts make of each token, summed in slot order.
+
+  Args:
+    x: inputs [T, D].
+    experts: ids [T, k]; a slot with an id outside of [0, E) adds 0.
+    weights: [T, k], at least float32.
+    gate_up: [E, D, 2F], gate in the first F columns.
+    down: [E, F, D].
+
+  Returns:
+    [T, D] in the dtype of `x`.
+  """
+  F = down.shape[1]
+
+  def run(expert: int, rows: np.ndarray) -> np.ndarray:
+    if not 0 <= expert < len(down):
+      return np.zeros_like(rows)
+    gate, up = gate_up[expert, :, :F], gate_up[expert, :, F:]
+    return layers.swiglu(rows, gate.T, up.T, down[expert].T)
+
+  return combine(expert_outputs(x, experts, run), weights)
+
+
+def expert_outputs(
+  x: np.ndarray,
+  experts: np.ndarray,
+  run: Callable[[int, np.ndarray], np.ndarray],
+) -> np.ndarray:
+  """The outputs [T, k, D] of the chosen experts [T, k] for the rows of `x [T, D]`."""
+  outputs = np.zeros((*experts.shape, x.shape[-1]), x.dtype)
+  for expert in np.unique(experts):
+    tokens, slots = np.nonzero(experts == expert)
+    outputs[tokens, slots] = run(int(expert), x[tokens])
+  return outputs
 
 
 def mlp(weights: Weights, prefix: str, x: np.ndarray) -> np.ndarray:

@@ -13,7 +13,15 @@ from kdtree_jax import reference
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model import moe as moe_module
 from kdtree_jax.model import target_from_state_dict
-from kdtree_jax.model.moe import DENSE_EXPERTS, Experts, MoE, Router, Routing
+from kdtree_jax.model.moe import (
+  DENSE_EXPERTS,
+  Experts,
+  Int4Tiles,
+  MoE,
+  Router,
+  Routing,
+)
+from kdtree_jax.ops.int4_weight import dequantize
 from tests.model.families import family_config, family_weights
 
 BF16 = ml_dtypes.bfloat16
@@ -191,21 +199,6 @@ def test_rows_of_a_layer_are_independent(form, monkeypatch):
     np.testing.assert_array_equal(permuted, straight[order])
 
 
-def combine(outputs: np.ndarray, weights: np.ndarray, monkeypatch) -> np.ndarray:
-  """The experts' sum [T, D] for given outputs [T, k, D] and weights [T, k]."""
-  T, k, D = outputs.shape
-  config = family_config(
-    "kimi", hidden_size=D, n_routed_experts=8, num_experts_per_tok=k
-  )
-  monkeypatch.setattr(Experts, "_all", lambda self, x, routing: routing.scores)
-  experts = nnx.eval_shape(lambda: Experts(config, FLOAT, nnx.Rngs(0)))
-  # The scores carry the outputs; which experts they are of must not matter.
-  ids = np.tile(np.arange(k)[::-1], (T, 1))
-  routing = Routing(ids, jnp.asarray(weights), jnp.asarray(outputs))
-  x = np.zeros((T, D), outputs.dtype)
-  return np.asarray(jax.jit(lambda x, r: experts(x, r))(x, routing))
-
-
 def test_initial_values_keep_the_scale_of_their_input():
   config = family_config("kimi")
   experts = Experts(config, FLOAT, nnx.Rngs(3))
@@ -216,32 +209,51 @@ def test_initial_values_keep_the_scale_of_their_input():
   np.testing.assert_array_equal(router.e_score_correction_bias[...], np.zeros(8))
 
 
-def test_experts_are_summed_in_slot_order(monkeypatch):
-  """1e8 swallows a 1 that is added to it, and does not if it is gone before."""
-  slots = np.array(
-    [[1e8, 1, -1e8, 0], [1e8, -1e8, 1, 0], [1, 1e8, -1e8, 0], [-1e8, 1e8, 0, 1]],
-    np.float32,
+def int4_layer(**changes) -> MoE:
+  config = family_config("kimi", moe_intermediate_size=64, **changes)
+  return MoE(config, FLOAT, nnx.Rngs(4), int4_experts=True)
+
+
+def test_initial_int4_values_keep_the_scale_of_their_input():
+  experts = int4_layer(n_routed_experts=24, hidden_size=96).experts
+  assert isinstance(experts.gate_up, Int4Tiles)
+  for weight, fan_in in zip(experts.kernels(), (96, 64), strict=True):
+    # 5 % of the square of a scale drawn from 0.75 to 1.25.
+    assert np.std(dequantize(weight, FLOAT)) == pytest.approx(fan_in**-0.5, rel=0.05)
+
+
+def test_int4_experts_are_nothing_that_is_trained_or_cast():
+  layer = int4_layer()
+  names = {path[-1] for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+  assert names == {"kernel"}  # of router and shared experts
+  x = jnp.asarray(random((5, 32), 8))
+  routing = layer.gate(x)
+  with pytest.raises(ValueError, match="int4 experts cannot be trained"):
+    layer.experts.training_form(x, routing)
+  # Whole sequences can still be scored, and what precedes can have gradients.
+  np.testing.assert_array_equal(layer(x, training=True)[0], layer(x)[0])
+  slope = jax.grad(lambda x: jnp.sum(layer.experts(x, routing) ** 2))(x)
+  floats = Experts(layer.config, FLOAT, nnx.Rngs(0))
+  gate_up, down = (dequantize(w, FLOAT) for w in layer.experts.kernels())
+  floats.gate_up.set_value(jnp.swapaxes(gate_up, 0, 1))
+  floats.down.set_value(down)
+  want = jax.grad(lambda x: jnp.sum(floats(x, routing) ** 2))(x)
+  # 2^-24 of the largest terms, summed over the 3 * 64 inner features.
+  np.testing.assert_allclose(slope, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def test_int4_modules_split_and_merge():
+  layer = int4_layer()
+  graph, state = nnx.split(layer)
+  leaves = jax.tree.leaves(state)
+  assert sum(leaf.dtype == jnp.uint8 for leaf in leaves) == 2
+  x = jnp.asarray(random((4, 32), 9))
+  got = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0])(state, x)
+  np.testing.assert_array_equal(got, jax.jit(lambda m, x: m(x)[0])(layer, x))
+  shapes = nnx.eval_shape(int4_layer)
+  assert jax.tree.map(lambda a: (a.shape, a.dtype), nnx.state(shapes)) == jax.tree.map(
+    lambda a: (a.shape, a.dtype), nnx.state(layer)
   )
-  got = combine(
-    slots[..., None].repeat(3, -1), np.ones((4, 4), np.float32), monkeypatch
-  )
-  np.testing.assert_array_equal(got, np.tile([[0], [1], [0], [1]], 3))
-
-
-def test_the_sum_is_rounded_once(monkeypatch):
-  """In bf16 256 + 1 is 256: a sum that is rounded on the way stays there."""
-  slots = np.array([[256, 1, 1, 2], [1, 1, 2, 256]], np.float32).astype(BF16)
-  got = combine(
-    slots[..., None].repeat(3, -1), np.ones((2, 4), np.float32), monkeypatch
-  )
-  assert got.dtype == BF16
-  np.testing.assert_array_equal(got.astype(np.float32), np.full((2, 3), 260))
-
-
-def test_weights_are_not_rounded_to_bf16(monkeypatch):
-  weights = np.array([[1 + 2.0**-12, -1.0]] * 2, np.float32)
-  got = combine(np.ones((2, 2, 3), BF16), weights, monkeypatch)
-  np.testing.assert_array_equal(got.astype(np.float32), np.full((2, 3), 2.0**-12))
 
 
 def test_shared_experts_are_added_with_weight_one():
