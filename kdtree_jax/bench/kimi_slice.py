@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kdtree_jax.bench.rounds import Start
-from kdtree_jax.config import DrafterConfig
+from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.decoding.state import DecodeState
 from kdtree_jax.drafter import DFlash
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.moe import CorrectionBias, Experts
 from kdtree_jax.model.target import RopeTable, Target
-from kdtree_jax.ops.int4_weight import random_int4, tiles_shape
+from kdtree_jax.ops.int4_weight import random_int4
 
 # Random values are formed in fp32 in blocks of at most so many.
 _BLOCK = 1 << 26
@@ -31,7 +31,7 @@ EXPERTS = ("int4", "as_dtype")
 
 
 def random_target(
-  config: Any, dtype: jnp.dtype, seed: int = 0, experts: str = "int4"
+  config: ModelConfig, dtype: jnp.dtype, seed: int = 0, experts: str = "int4"
 ) -> Target:
   """A target with random weights.
 
@@ -48,15 +48,17 @@ def random_target(
     raise ValueError(
       f"experts = {experts!r} is not allowed; it must be one of {EXPERTS}"
     )
-  target = nnx.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  target = _abstract(config, dtype, experts == "int4")
   target.set_rope_tables()
-  if experts == "int4":
-    for layer, block in enumerate(target.layers):
-      if config.is_moe_layer(layer):
-        key = jax.random.fold_in(jax.random.key(seed), layer)
-        _fill_int4(block.mlp.experts, key)
   _fill(target, jax.random.key(seed + 1))
   return target
+
+
+def _abstract(config: ModelConfig, dtype: jnp.dtype, int4_experts: bool) -> Target:
+  """A target of shapes."""
+  return nnx.eval_shape(
+    lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0), int4_experts=int4_experts)
+  )
 
 
 def random_drafter(
@@ -145,38 +147,19 @@ def bytes_of(tree: Any) -> int:
 
 def weight_bytes(experiment: Any, dtype: jnp.dtype) -> int:
   """Bytes that the pair will take, routed experts in int4, from shapes alone."""
-  config = experiment.model
-  target = nnx.eval_shape(lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0)))
-  total = bytes_of(target) + bytes_of(
-    nnx.eval_shape(lambda: DFlash(experiment.drafter, dtype))
-  )
-  for layer, block in enumerate(target.layers):
-    if config.is_moe_layer(layer):
-      total -= bytes_of(block.mlp.experts)
-      total += sum(math.prod(tiles_shape(*shape)) for shape in _expert_shapes(config))
-  return total
-
-
-def _expert_shapes(config: Any) -> tuple[tuple[int, int, int], ...]:
-  """(experts, depth, features) of gate and up together, and of down."""
-  E, D = config.n_routed_experts, config.hidden_size
-  F = config.moe_intermediate_size
-  return (E, D, 2 * F), (E, F, D)
-
-
-def _fill_int4(experts: Experts, key: jax.Array) -> None:
-  """Makes a layer's routed experts, of variance 1 / depth."""
-  shapes = _expert_shapes(experts.config)
-  for name, shape, gated in zip(
-    ("gate_up", "down"), shapes, (True, False), strict=True
-  ):
-    key, own = jax.random.split(key)
-    weight = _int4(own, *shape, gated, shape[1] ** -0.5)
-    setattr(experts, name, nnx.Param(jax.block_until_ready(weight)))
+  target = _abstract(experiment.model, dtype, int4_experts=True)
+  drafter = nnx.eval_shape(lambda: DFlash(experiment.drafter, dtype))
+  return bytes_of(target) + bytes_of(drafter)
 
 
 def _fill(module: nnx.Module, key: jax.Array) -> None:
   """Gives values to all variables of a module that have only shapes."""
+  experts = {
+    id(variable): (node, name == "gate_up")
+    for _, node in nnx.iter_graph(module)
+    if isinstance(node, Experts) and node.int4
+    for name, variable in (("gate_up", node.gate_up), ("down", node.down))
+  }
   for path, variable in list(nnx.iter_graph(module)):
     if not isinstance(variable, nnx.Variable) or isinstance(variable, RopeTable):
       continue
@@ -184,7 +167,9 @@ def _fill(module: nnx.Module, key: jax.Array) -> None:
     if not isinstance(shape, jax.ShapeDtypeStruct):
       continue
     key, own = jax.random.split(key)
-    if isinstance(variable, CorrectionBias):
+    if id(variable) in experts:
+      value = _tiles(*experts[id(variable)], own)
+    elif isinstance(variable, CorrectionBias):
       value = jnp.zeros(shape.shape, shape.dtype)
     elif path[-1] == "weight":  # of a norm
       value = jnp.ones(shape.shape, shape.dtype)
@@ -192,6 +177,15 @@ def _fill(module: nnx.Module, key: jax.Array) -> None:
       deviation = _deviation(path, shape.shape)
       value = _normal(own, shape.shape, deviation, shape.dtype)
     variable.set_value(jax.block_until_ready(value))
+
+
+def _tiles(experts: Experts, gated: bool, key: jax.Array) -> jax.Array:
+  """A layer's gate and up, or down, in int4 and of variance 1 / depth."""
+  config = experts.config
+  D, F = config.hidden_size, config.moe_intermediate_size
+  depth, features = (D, 2 * F) if gated else (F, D)
+  weight = _int4(key, config.n_routed_experts, depth, features, gated, depth**-0.5)
+  return weight.tiles
 
 
 def _deviation(path: tuple[Any, ...], shape: tuple[int, ...]) -> float:

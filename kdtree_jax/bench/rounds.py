@@ -162,7 +162,13 @@ class Rounds:
     return target, drafter
 
   def loop(self) -> dict[str, Any]:
-    """Times the compiled loop; microseconds per round, and what its text says."""
+    """Times the compiled loop.
+
+    Returns:
+      Microseconds per round, tokens per round, transfers to the host in the loop's
+      text, and bytes that it needs besides arguments and results (None where the
+      compiler does not say).
+    """
 
     def run(arrays, state, sampler, limits, rounds):
       target, drafter = self._models(arrays)
@@ -198,12 +204,14 @@ class Rounds:
       if i >= self._effort.warmups:
         seconds.append((time.perf_counter() - begin) / int(done))
       committed = float(state.generated[0] - 1) / int(done)
+    memory = compiled.memory_analysis()
     return {
       "round_us": 1e6 * float(np.median(seconds)),
       "round_us_low": 1e6 * min(seconds),
       "round_us_high": 1e6 * max(seconds),
       "tokens_per_round": committed,
       "host_transfers": len(HOST.findall(compiled.as_text() or "")),
+      "workspace_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
 
   def parts(self) -> dict[str, float]:
