@@ -13,8 +13,8 @@ constexpr unsigned kWarp = 0xffffffffu;
 constexpr uint32_t kNanKey = 0xffffffffu;  // Above +inf.
 constexpr uint32_t kNoKey = 0;             // Below -inf: no expert, or taken already.
 
-// exp(x) within 2 * 2^-24 of itself, half a subnormal below 2^-126: the same
-// operations on every GPU. 0 for -inf, NaN for NaN.
+// exp(x) within 2 * 2^-24 of itself, or 2^-149 where that is more: the same operations
+// on every GPU. 0 for -inf, NaN for NaN.
 __device__ float Exp(float x) {
   // Beyond these it is 0 and inf anyway. Comparisons that NaN fails.
   x = x < -104.0f ? -104.0f : x;

@@ -85,7 +85,7 @@ def add_rms_norm(
   implementation = _checked("add_rms_norm", "h", h, weight, eps, implementation)
 
   def xla(h, out, weight):
-    total = h + out
+    total = _rounded_sum(h, out)
     return total, rms_norm_xla(total, weight, eps)
 
   def cuda(h, out, weight):
@@ -107,6 +107,18 @@ def rms_norm_xla(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   wide = x.astype(jnp.float32)
   mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight
+
+
+def _rounded_sum(a: jax.Array, b: jax.Array) -> jax.Array:
+  """a + b, rounded for whoever reads it.
+
+  Of a sum in bf16, XLA otherwise gives the norm the bits that were rounded away.
+  """
+  if a.dtype.itemsize >= 4:
+    return a + b
+  kind = jnp.finfo(a.dtype)
+  total = a.astype(jnp.float32) + b.astype(jnp.float32)
+  return jax.lax.reduce_precision(total, kind.nexp, kind.nmant).astype(a.dtype)
 
 
 def _checked(

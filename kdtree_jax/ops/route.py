@@ -75,13 +75,12 @@ def route(
   E = logits.shape[1]
   operands = [logits]
   if bias is not None:
-    bias = as_array(bias)
-    if bias.dtype != jnp.float32 or bias.shape != (E,):
+    operands.append(as_array(bias))
+    dtype, shape = operands[1].dtype, operands[1].shape
+    if dtype != jnp.float32 or shape != (E,):
       raise ValueError(
-        f"bias {bias.dtype} {bias.shape} must be float32 [E] = ({E},), like logits "
-        f"{logits.shape}"
+        f"bias {dtype} {shape} must be float32 [E] = ({E},), like logits {logits.shape}"
       )
-    operands.append(bias)
   if scoring not in SCORINGS:
     raise ValueError(f"scoring = {scoring!r} is unknown; it must be one of {SCORINGS}")
   if not 1 <= k <= E:

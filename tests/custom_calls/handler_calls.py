@@ -34,6 +34,7 @@ TREE = "token_ids parents depths log_probs size"
 # Operands and results of each handler, in order.
 OPERANDS = {
   "accept_tree": "token_ids parents size target_tokens",
+  "add_rms_norm": "h out weight",
   "ancestors": "parents depths",
   "best_token": "logits",
   "build_tree": "logits root_tokens limit max_depth",
@@ -41,24 +42,29 @@ OPERANDS = {
   "emit": f"{STATE} token_ids choices path length bonus log_probs lengths stop_tokens "
   "capacity",
   "log_softmax_topk": "logits",
+  "rms_norm": "x weight",
   "rope": "x positions cos sin",
   "rope_keys": "kv weight positions cos sin",
   "rope_queries": "absorbed q positions cos sin",
+  "route": "logits bias",
   "token_log_probs": "logits tokens path",
   "tree_attention": "q cache tree_keys ancestors depths lengths",
   "tree_from_table": "table table_tokens root_tokens limit max_depth",
 }
 RESULTS = {
   "accept_tree": "path length bonus",
+  "add_rms_norm": "sum normed",
   "ancestors": "ancestors",
   "best_token": "tokens",
   "build_tree": f"{TREE} table table_tokens workspace",
   "compact": "new_cache",
   "emit": f"{STATE} committed new_lengths kept path_tokens",
   "log_softmax_topk": "table table_tokens workspace",
+  "rms_norm": "out",
   "rope": "out",
   "rope_keys": "out",
   "rope_queries": "out",
+  "route": "experts weights scores",
   "token_log_probs": "log_probs",
   "tree_attention": "out accumulators maxima sums",
   "tree_from_table": TREE,
@@ -191,6 +197,16 @@ bf16 = jnp.bfloat16
 # Each wrapper, in each way that changes the kinds of what it passes.
 CASES: dict[str, Callable[[], Any]] = {
   "accept_tree": lambda: ops.accept_tree(tree(), ints(3, 5), 3, **CUDA),
+  "add_rms_norm": lambda: ops.add_rms_norm(
+    floats(3, 5, 12), floats(3, 5, 12), floats(12), 1e-6, **CUDA
+  ),
+  "add_rms_norm bf16": lambda: ops.add_rms_norm(
+    floats(5, 12, dtype=bf16),
+    floats(5, 12, dtype=bf16),
+    floats(12, dtype=bf16),
+    1e-6,
+    **CUDA,
+  ),
   "ancestors": lambda: ops.ancestors(tree(), 3, **CUDA),
   "best_token": lambda: ops.best_token(floats(3, 5, 11), **CUDA),
   "build_tree": lambda: ops.build_tree(floats(3, 4, 50), ints(3), 6, rows=9, **CUDA),
@@ -205,6 +221,10 @@ CASES: dict[str, Callable[[], Any]] = {
   "log_softmax_topk": lambda: ops.log_softmax_topk(floats(3, 4, 50), 7, **CUDA),
   "log_softmax_topk bf16": lambda: ops.log_softmax_topk(
     floats(3, 4, 50, dtype=bf16), 7, **CUDA
+  ),
+  "rms_norm": lambda: ops.rms_norm(floats(3, 5, 12), floats(12), 1e-6, **CUDA),
+  "rms_norm bf16": lambda: ops.rms_norm(
+    floats(5, 12, dtype=bf16), floats(12, dtype=bf16), 1e-6, **CUDA
   ),
   "rope": lambda: ops.rope(floats(3, 5, 7, 8), ints(3, 5, 1), COS, SIN, **ROTATE),
   "rope bf16 frequencies": lambda: ops.rope(
@@ -239,6 +259,10 @@ CASES: dict[str, Callable[[], Any]] = {
     SIN,
     frequencies=FREQUENCIES,
     **ROTATE,
+  ),
+  "route": lambda: ops.route(floats(5, 12), k=3, scoring="softmax", **CUDA),
+  "route bias": lambda: ops.route(
+    floats(5, 12), floats(12), k=3, scoring="sigmoid", n_group=4, topk_group=2, **CUDA
   ),
   "token_log_probs": lambda: ops.token_log_probs(
     floats(3, 5, 11), ints(3, 5), ints(3, 4), **CUDA

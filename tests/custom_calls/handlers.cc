@@ -22,8 +22,10 @@ struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
 #include "build_tree_ffi.cc"
 #include "compact_ffi.cc"
 #include "emit_ffi.cc"
+#include "rms_norm_ffi.cc"
 #include "rope_ffi.cc"
 #include "rope_keys_ffi.cc"
+#include "route_ffi.cc"
 #include "token_log_probs_ffi.cc"
 #include "tree_ancestors_ffi.cc"
 #include "tree_attention_ffi.cc"
@@ -57,8 +59,10 @@ cudaError_t LaunchBuildTree(cudaStream_t, const CandidateArgs&, const TreeArgs&)
 }
 cudaError_t LaunchCompact(cudaStream_t, const CompactArgs&) { return Launch(); }
 cudaError_t LaunchEmit(cudaStream_t, const EmitArgs&) { return Launch(); }
+cudaError_t LaunchRmsNorm(cudaStream_t, const RmsNormArgs&) { return Launch(); }
 cudaError_t LaunchRope(cudaStream_t, const RopeArgs&) { return Launch(); }
 cudaError_t LaunchRopeKeys(cudaStream_t, const RopeKeysArgs&) { return Launch(); }
+cudaError_t LaunchRoute(cudaStream_t, const RouteArgs&) { return Launch(); }
 cudaError_t LaunchTokenLogProbs(cudaStream_t, const TokenLogProbsArgs&) {
   return Launch();
 }

@@ -44,15 +44,18 @@ FREE = {
 # Arrays that say which sizes the others must have: one of the others is named then.
 LEADING = {
   "accept_tree": {"token_ids"},
+  "add_rms_norm": {"h"},
   "ancestors": {"parents"},
   "best_token": {"logits"},
   "build_tree": {"logits", "table", "token_ids"},
   "compact": {"cache", "path"},
   "emit": {"token_ids", "path", "tokens"},
   "log_softmax_topk": {"logits", "table"},
+  "rms_norm": {"x"},
   "rope": {"x", "cos"},
   "rope_keys": {"kv", "weight", "cos"},
   "rope_queries": {"q", "absorbed", "cos"},
+  "route": {"logits", "experts"},
   "token_log_probs": {"logits", "path"},
   "tree_attention": {"q", "out", "maxima"},
   "tree_from_table": {"table", "token_ids"},
@@ -74,9 +77,8 @@ def other_dtype(dtype: Any) -> Any:
 def test_what_a_wrapper_passes_suits_the_handler(case: str) -> None:
   call = recorded(case)
   tables = call.op.startswith("rope") and "frequencies" not in case
-  assert len(call.operands) == len(OPERANDS[call.op].split()) - (
-    2 if call.op.startswith("rope") and not tables else 0
-  )
+  missing = 2 if call.op.startswith("rope") and not tables else case == "route"
+  assert len(call.operands) == len(OPERANDS[call.op].split()) - missing
   assert len(call.results) == len(RESULTS[call.op].split())
   assert call.error() == ""
 
@@ -173,6 +175,11 @@ def test_what_is_updated_in_place_must_be_one_buffer(case: str) -> None:
     ("rope_queries", {"offset": -(2**63)}, "offset -9223372036854775808"),
     ("rope_queries", {"offset": 5}, "offset 5"),
     ("rope_queries", {"offset": 4}, r"out has shape \[3, 5, 7, 20\]; .* 5, 7, 22\]"),
+    ("route", {"n_group": 0}, "n_group 0 with 12 experts"),
+    ("route", {"n_group": 5}, "n_group 5 with 12 experts"),
+    ("route", {"n_group": 2**32 + 1}, "n_group 4294967297 with"),
+    ("route", {"topk_group": 0}, "topk_group 0 is not allowed"),
+    ("route", {"topk_group": 2}, r"topk_group 2 is not .* 1 \.\. n_group = 1"),
     ("tree_attention", {"layer": 2}, "layer 2 is none of the cache's 2"),
     ("tree_attention", {"layer": -1}, "layer -1"),
     ("tree_attention", {"chunk": 0}, "chunk 0 is not"),
@@ -242,6 +249,17 @@ def batch(B: int) -> dict[str, dict[int, int]]:
     ("emit", {k: {1: 0} for k in ("path", "log_probs", "path_tokens")}, "path has no"),
     ("rope", {"x": {2: 258}, "out": {2: 258}}, "there are 129 pairs of features; 1"),
     ("rope", {"cos": {0: 0}, "sin": {0: 0}}, "cos has no row"),
+    ("route", {"logits": {1: 1025}, "scores": {1: 1025}}, "logits has 1025 experts"),
+    ("route", {"logits": {1: 0}, "scores": {1: 0}}, "logits has 0 experts"),
+    ("route", {k: {1: 13} for k in ("experts", "weights")}, "13 slots of 12"),
+    ("route", {k: {1: 0} for k in ("experts", "weights")}, "0 slots"),
+    (
+      "route",
+      {k: {1: 40} for k in ("logits", "scores")}
+      | {k: {1: 33} for k in ("experts", "weights")},
+      "33 slots of 40",
+    ),
+    ("route", {k: {1: 1024} for k in ("logits", "scores")}, ""),
     ("token_log_probs", {"logits": {2: 0}}, "logits must have a row and a token"),
     (
       "tree_attention",

@@ -33,6 +33,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "target_tokens": np.zeros((B, N), np.int32),
     "max_depth": 3,
   },
+  "add_rms_norm": {
+    "h": np.ones((B, N, 6), np.float32),
+    "out": np.ones((B, N, 6), np.float32),
+    "weight": np.ones(6, np.float32),
+    "eps": 1e-6,
+  },
   "ancestors": {"tree": TREE, "max_depth": 3},
   "best_token": {"logits": np.zeros((B, V), np.float32)},
   "build_tree": {
@@ -54,6 +60,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "group_sizes": np.array([1, 2], np.int32),
   },
   "log_softmax_topk": {"logits": np.zeros((B, L, V), np.float32), "k": 2},
+  "rms_norm": {
+    "x": np.ones((B, N, 6), np.float32),
+    "weight": np.ones(6, np.float32),
+    "eps": 1e-6,
+  },
   "rope": {"x": np.ones((B, N, 8), np.float32), "positions": PLACES, **ROPE},
   "rope_keys": {
     "kv": np.ones((B, N, 14), np.float32),
@@ -67,6 +78,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "q": np.ones((B, N, 2, 11), np.float32),
     "positions": PLACES,
     **ROPE,
+  },
+  "route": {
+    "logits": np.zeros((B, 6), np.float32),
+    "bias": np.zeros(6, np.float32),
+    "scoring": "sigmoid",
+    "k": 2,
+    "n_group": 3,
+    "topk_group": 2,
   },
   "token_log_probs": {
     "logits": np.zeros((B, N, V), np.float32),
@@ -140,6 +159,7 @@ STATIC = [
     "build_tree": ("budget", "rows"),
     "chain_tree": ("rows",),
     "log_softmax_topk": ("k",),
+    "route": ("k", "n_group", "topk_group"),
     "tree_attention": ("value_dim", "layer", "chunk", "max_positions"),
     "tree_from_table": ("budget", "rows"),
   }.items()
@@ -158,7 +178,14 @@ def test_static_integers_are_integers(op: str, name: str):
 
 @FORMS
 @pytest.mark.parametrize(
-  ("op", "name"), [("tree_attention", "scale"), ("rope_keys", "eps")]
+  ("op", "name"),
+  [
+    ("tree_attention", "scale"),
+    ("rope_keys", "eps"),
+    ("rms_norm", "eps"),
+    ("add_rms_norm", "eps"),
+    ("route", "scaling"),
+  ],
 )
 def test_static_numbers_are_not_traced(op: str, name: str, implementation: str):
   with pytest.raises(ValueError, match=f"{name} is traced, but it must be static"):
@@ -194,6 +221,22 @@ LARGE = {
     },
     "x has 258 rotated features; at most 256",
   ),
+  "rms_norm": (
+    {"x": np.ones((B, 6), np.float16), "weight": np.ones(6, np.float16)},
+    "x is float16; it must be float32 or bfloat16",
+  ),
+  "add_rms_norm": (
+    {
+      "h": np.ones((B, 6), np.float16),
+      "out": np.ones((B, 6), np.float16),
+      "weight": np.ones(6, np.float16),
+    },
+    "h is float16; it must be float32 or bfloat16",
+  ),
+  "route": (
+    {"logits": np.zeros((B, 1026), np.float32), "bias": np.zeros(1026, np.float32)},
+    "logits has 1026 experts; at most 1024",
+  ),
   "tree_attention": ({"chunk": 8}, "chunk = 8 must be a multiple of 16"),
   "tree_from_table": ({"budget": 1024}, "budget = 1024; at most 1023"),
 }
@@ -220,9 +263,10 @@ def test_none_beyond_the_limits_is_xla():
 @pytest.mark.parametrize("op", sorted(set(ARGUMENTS) - {"grouped_matmul"}))
 def test_no_sequences(op: str):
   arguments = {}
+  shared = ("cos", "sin", "weight", "bias")
   for name, value in ARGUMENTS[op].items():
     axis = 1 if name in ("cache", "tree_keys") and op == "compact" else 0
-    if isinstance(value, np.ndarray) and name not in ("cos", "sin", "weight"):
+    if isinstance(value, np.ndarray) and name not in shared:
       arguments[name] = np.delete(value, np.arange(B), axis)
     if name == "tree":
       arguments[name] = jax.tree.map(lambda x: x[:0], value)

@@ -42,11 +42,14 @@ class Case:
     run: the op, of `args` and `implementation`.
     args: pytrees of arrays, each of which can be given another leading axis.
     reverse: whether the XLA form has a gradient; loops of traced length have none.
+    rounding: what gradients may differ by, of themselves and of 1. XLA forms the sums
+      of a norm's gradient in an order that depends on what it fuses them with.
   """
 
   run: Callable[..., Any]
   args: tuple[Any, ...]
   reverse: bool = True
+  rounding: float = 0.0
 
 
 @functools.cache
@@ -82,6 +85,11 @@ def cases() -> dict[str, Case]:
     "accept_tree": Case(
       functools.partial(ops.accept_tree, max_depth=A), (tree, choices)
     ),
+    "add_rms_norm": Case(
+      functools.partial(ops.add_rms_norm, eps=1e-6),
+      (floats(B, N, P), floats(B, N, P), floats(P)),
+      rounding=1e-5,
+    ),
     "ancestors": Case(functools.partial(ops.ancestors, max_depth=A), (tree,)),
     "best_token": Case(ops.best_token, (logits,)),
     "build_tree": Case(functools.partial(ops.build_tree, budget=5), (logits, roots)),
@@ -96,6 +104,11 @@ def cases() -> dict[str, Case]:
     ),
     "emit": Case(emit, (accepted.token_ids, accepted.log_probs)),
     "log_softmax_topk": Case(functools.partial(ops.log_softmax_topk, k=4), (logits,)),
+    "rms_norm": Case(
+      functools.partial(ops.rms_norm, eps=1e-6),
+      (floats(B, N, P), floats(P)),
+      rounding=1e-5,  # Some ten sums of eight values of size 1, with 2^-24 each.
+    ),
     "rope": Case(
       functools.partial(ops.rope, **angles), (floats(B, N, P), positions, *table)
     ),
@@ -106,6 +119,12 @@ def cases() -> dict[str, Case]:
     "rope_queries": Case(
       functools.partial(ops.rope_queries, **angles),
       (floats(B, N, 2, 6), floats(B, N, 2, 3 + P), positions, *table),
+    ),
+    "route": Case(
+      functools.partial(
+        ops.route, k=3, scoring="sigmoid", n_group=4, topk_group=2, scaling=0.5
+      ),
+      (floats(B, P), floats(P)),
     ),
     "token_log_probs": Case(ops.token_log_probs, (floats(B, N, V), choices, path)),
     "tree_attention": Case(
@@ -143,8 +162,9 @@ def floating(case: Case) -> list[jax.Array]:
   return [x for x in jax.tree.leaves(case.args) if _floating(x)]
 
 
-def same(one: Any, other: Any) -> None:
-  jax.tree.map(np.testing.assert_array_equal, one, other)
+def same(one: Any, other: Any, rounding: float = 0.0) -> None:
+  close = functools.partial(np.testing.assert_allclose, rtol=rounding, atol=rounding)
+  jax.tree.map(close if rounding else np.testing.assert_array_equal, one, other)
 
 
 def along(run: Callable[..., jax.Array], args: list[Any], case: Case) -> Any:
@@ -166,7 +186,8 @@ def test_forward_derivatives(name: str):
       return once
     return lambda *args: jax.jvp(once, args, args)[1]
 
-  same(jax.jit(derivative("xla"))(*args), jax.jit(derivative("auto"))(*args))
+  derivatives = [jax.jit(derivative(form))(*args) for form in ("xla", "auto")]
+  same(*derivatives, case.rounding)
   cuda_text(derivative("auto"), *args)
   cuda_text(derivative("auto", twice=True), *args)
 
@@ -182,7 +203,8 @@ def test_gradients(name: str):
   def gradient(implementation: str):
     return lambda *args: jax.grad(total(case, implementation))(list(args), *case.args)
 
-  same(jax.jit(gradient("xla"))(*args), jax.jit(gradient("auto"))(*args))
+  gradients = [jax.jit(gradient(form))(*args) for form in ("xla", "auto")]
+  same(*gradients, case.rounding)
   cuda_text(gradient("auto"), *args)
 
 
