@@ -32,8 +32,8 @@ class Case:
     op: its name in `kdtree_jax.ops`.
     shape: for the reader.
     inputs: random key -> one input set.
-    call: (input set, implementation) -> outputs; with `carried`, (value of the
-      call before, input set, implementation) -> its new value.
+    call: (*shared, input set, implementation) -> outputs; with `carried`, (*shared,
+      value of the call before, input set, implementation) -> its new value.
     link: see `kdtree_jax.bench.timing.Chain`.
     bytes_moved: read and written by one call, at least.
     flops: multiplications and additions of one call.
@@ -44,6 +44,8 @@ class Case:
     carried: makes the first value that calls hand on, or None.
     bar_us: what docs/kernels.md asks of the portable kernel, or None.
     hopper_bar_us: what it asks of a kernel for Hopper alone, or None.
+    shared: random key -> arguments that all calls have in common, or None.
+    no_xla: why the XLA form is not timed, or None.
   """
 
   op: str
@@ -60,6 +62,8 @@ class Case:
   carried: Callable[[], Any] | None = None
   bar_us: float | None = None
   hopper_bar_us: float | None = None
+  shared: Callable[[jax.Array], tuple[Any, ...]] | None = None
+  no_xla: str | None = None
 
 
 def tree_attention(

@@ -82,14 +82,17 @@ def _measure(
   sets = [
     jax.jit(case.inputs)(key) for key in jax.random.split(jax.random.key(0), case.sets)
   ]
+  shared = () if case.shared is None else case.shared(jax.random.key(1))
   for form in FORMS:
     missing = why_missing(case.op, form)
+    if form == "xla" and case.no_xla is not None:
+      missing = f"not timed: {case.no_xla}"
     if missing is not None:
       forms[form] = {"missing": missing}
       continue
     calls = case.calls if form == "cuda" else case.xla_calls
     try:
-      chains[form] = _chain(case, form, sets, calls)
+      chains[form] = _chain(case, form, sets, calls, shared)
       chains[form].run(1)
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
       chains.pop(form, None)
@@ -114,20 +117,17 @@ def _measure(
   }
 
 
-def _chain(case: Case, form: str, sets: Sequence[Any], calls: int) -> Chain:
-  if case.carried is None:
-    return Chain(
-      lambda inputs: case.call(inputs, form),
-      sets,
-      calls=calls,
-      link=case.link,
-      repeats=case.repeats,
-    )
+def _chain(
+  case: Case, form: str, sets: Sequence[Any], calls: int, shared: tuple[Any, ...]
+) -> Chain:
+  carried = None if case.carried is None else case.carried()
   return Chain(
-    lambda value, inputs: case.call(value, inputs, form),
+    lambda *arguments: case.call(*arguments, form),
     sets,
     calls=calls,
-    carried=case.carried(),
+    link=case.link,
+    carried=carried,
+    shared=shared,
     repeats=case.repeats,
   )
 

@@ -148,6 +148,8 @@ def bytes_of(tree: Any) -> int:
 def weight_bytes(experiment: Any, dtype: jnp.dtype) -> int:
   """Bytes that the pair will take, routed experts in int4, from shapes alone."""
   target = _abstract(experiment.model, dtype, int4_experts=True)
+  if experiment.drafter is None:
+    return bytes_of(target)
   drafter = nnx.eval_shape(lambda: DFlash(experiment.drafter, dtype))
   return bytes_of(target) + bytes_of(drafter)
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kdtree_jax.bench import decode, kernels
+from kdtree_jax.bench import decode, kernels, slice_exact
+from kdtree_jax.bench import slice as slice_suite
 
 _BEGIN = "<!-- figures: "
 _BLOCK = re.compile(
@@ -34,7 +35,12 @@ def table(report: dict[str, Any]) -> str:
   Raises:
     ValueError: a suite that has no Markdown form.
   """
-  forms = {"kernels": kernels.markdown, "decode": decode.markdown}
+  forms = {
+    "kernels": kernels.markdown,
+    "decode": decode.markdown,
+    "slice": slice_suite.markdown,
+    "slice_exact": slice_exact.markdown,
+  }
   if report["suite"] not in forms:
     raise ValueError(
       f"suite = {report['suite']!r} has no Markdown form; {sorted(forms)} have"

@@ -85,13 +85,10 @@ def run(
     NotImplementedError: an implementation that cannot run here.
   """
   began = time.perf_counter()
-  check_implementation(settings.base.implementation)
-  dtype = jnp.dtype(settings.dtype)
-  if experiment.drafter is None or not settings.contexts:
-    raise ValueError("the slice needs a configuration with a drafter, and a context")
-  check_fits(experiment, dtype, max(settings.contexts))
-  seed = settings.base.seed
+  check_settings(experiment, settings)
+  dtype, seed = jnp.dtype(settings.dtype), settings.base.seed
   config = experiment.model
+  assert experiment.drafter is not None  # checked
   target = kimi_slice.random_target(config, dtype, seed, settings.experts)
   drafter = kimi_slice.random_drafter(
     experiment.drafter, config.num_hidden_layers, dtype, seed
@@ -140,6 +137,14 @@ def run(
     "left_out": left_out,
     "assumptions": slice_work.ASSUMPTIONS,
   }
+
+
+def check_settings(experiment: Experiment, settings: Settings) -> None:
+  """Raises as `run` does, before anything is made."""
+  check_implementation(settings.base.implementation)
+  if experiment.drafter is None or not settings.contexts:
+    raise ValueError("the slice needs a configuration with a drafter, and a context")
+  check_fits(experiment, jnp.dtype(settings.dtype), max(settings.contexts))
 
 
 def _measure(

@@ -1,8 +1,9 @@
-"""`kdtree-bench`: acceptance, exactness, speed, kernels and decode, measured here."""
+"""`kdtree-bench`: acceptance, exactness, speed, kernels, decode, a slice, measured."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,15 @@ from kdtree_jax.training.config import Experiment
 if TYPE_CHECKING:
   from kdtree_jax.model.target import Target
 
-_PAIR = ("config", "target", "drafter", "dtype", "seed", "implementation")
+_PAIR = (
+  "config",
+  "target",
+  "drafter",
+  "dtype",
+  "expert_dtype",
+  "seed",
+  "implementation",
+)
 _TEXTS = (*_PAIR, "prompt_set", "num_prompts", "max_new_tokens")
 _TREES = ("temperatures", "budgets", "slots", "rows")
 # What each suite takes besides --output_dir; any other flag is refused.
@@ -27,7 +36,12 @@ SUITES = {
   "speed": (*_TEXTS, *_TREES, "repetitions", "stages"),
   "kernels": ("kernels",),
   "decode": (*_PAIR, "prompt_set", "temperatures", "budgets", "model", "rounds"),
+  "slice": (
+    *("config", "dtype", "seed", "implementation", "budgets", "contexts", "rounds"),
+    *("stages", "exact", "widths", "slots", "max_seconds"),
+  ),
 }
+SLICE_CONFIG = "configs/kimi_slice.py"
 
 
 def define_flags() -> None:
@@ -41,6 +55,12 @@ def define_flags() -> None:
     None,
     ["float32", "bfloat16"],
     "Compute dtype; exactness runs both if unset, the others float32.",
+  )
+  flags.DEFINE_enum(
+    "expert_dtype",
+    None,
+    ["as_stored", "int4", "dequantized"],
+    "How the target's routed experts are held in memory; dequantized if unset.",
   )
   flags.DEFINE_enum(
     "prompt_set",
@@ -63,10 +83,14 @@ def define_flags() -> None:
     "min_tokens", 200_000, "exactness: tokens of the whole product; --scale applies."
   )
   flags.DEFINE_float(
-    "max_seconds", None, "exactness: begin nothing new after so long; rerun to go on."
+    "max_seconds",
+    None,
+    "exactness, slice: begin nothing new after so long; exactness goes on when rerun.",
   )
   flags.DEFINE_integer("repetitions", 3, "speed: decodes per prompt and method.", 1)
-  flags.DEFINE_bool("stages", True, "speed: also time each stage of a round alone.")
+  flags.DEFINE_bool(
+    "stages", True, "speed, slice: also time each stage of a round alone."
+  )
   flags.DEFINE_list("kernels", None, "kernels: ops to measure; all if unset.")
   flags.DEFINE_enum(
     "model",
@@ -74,7 +98,16 @@ def define_flags() -> None:
     ["demo", "kimi_like"],
     "decode: the demo pair, or a random one of Kimi's widths per token and few layers.",
   )
-  flags.DEFINE_integer("rounds", 32, "decode: rounds per call of the program.", 1)
+  flags.DEFINE_integer(
+    "rounds", 32, "decode, slice: rounds per call of the program.", 1
+  )
+  flags.DEFINE_list(
+    "contexts", None, "slice: comma-separated tokens, 1024 if unset; k counts 1024."
+  )
+  flags.DEFINE_bool(
+    "exact", False, "slice: compare bits over --widths and --slots instead of timing."
+  )
+  flags.DEFINE_list("widths", None, "slice: rows per sequence that --exact compares.")
 
 
 def main(positional: list[str], experiment: Experiment | None) -> int:
@@ -94,6 +127,8 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     "kernels": _kernels,
     "decode": _decode,
   }
+  if flags.FLAGS.suite == "slice":
+    return _slice(folder, experiment)
   decode = experiment.decode if experiment else None
   return suites[flags.FLAGS.suite](folder, decode)
 
@@ -211,9 +246,16 @@ def _kernels(folder: Path, decode: DecodeConfig | None) -> int:
   del decode  # No --config comes so far.
   import jax
 
-  from kdtree_jax.bench import kernel_cases, kernels, plots, report, timing
+  from kdtree_jax.bench import (
+    kernel_cases,
+    kernels,
+    matmul_cases,
+    plots,
+    report,
+    timing,
+  )
 
-  cases = kernel_cases.standard()
+  cases = kernel_cases.standard() + matmul_cases.standard()
   known = list(dict.fromkeys(case.op for case in cases))
   asked = flags.FLAGS.kernels or known
   for name in asked:
@@ -273,6 +315,88 @@ def _decode(folder: Path, decode: DecodeConfig | None) -> int:
   return 0 if suite.host_transfers(result) == 0 else 1
 
 
+def _slice(folder: Path, experiment: Experiment | None) -> int:
+  # Nearly all of the GPU, read by JAX when it starts its backend.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+  from kdtree_jax.bench import report, timing
+  from kdtree_jax.bench import slice as suite
+
+  given = flags.FLAGS
+  experiment = experiment or cli_flags.load_experiment(SLICE_CONFIG)
+  for name in ("widths", "slots"):
+    if given[name].present and not given.exact:
+      raise ValueError(f"--{name} needs --exact")
+  contexts = _contexts()
+  if given.exact:
+    return _slice_exact(folder, experiment, contexts)
+  settings = suite.Settings(
+    contexts=contexts or suite.CONTEXTS,
+    budgets=_numbers("budgets", int, suite.BUDGETS),
+    rounds=given.rounds,
+    base=_base(experiment.decode, slots=1),
+    dtype=given.dtype or "bfloat16",
+    parts=given.stages,
+    max_seconds=given.max_seconds,
+  )
+  suite.check_settings(experiment, settings)
+  ceilings = timing.ceilings()
+  _log(f"ceilings: {ceilings}")
+  result = suite.run(experiment, settings, ceilings, _log)
+  print(suite.render(result))
+  report.write_json(folder / "slice.json", result)
+  _wrote(folder / "slice.json")
+  return 1 if suite.failed(result) else 0
+
+
+def _slice_exact(folder: Path, experiment: Experiment, contexts: Sequence[int]) -> int:
+  import jax.numpy as jnp
+
+  from kdtree_jax.bench import kimi_slice, report
+  from kdtree_jax.bench import slice as suite
+  from kdtree_jax.bench import slice_exact as exact
+  from kdtree_jax.decoding.settings import check_implementation
+
+  for name in ("budgets", "rounds", "stages"):
+    if flags.FLAGS[name].present:
+      raise ValueError(f"--{name}: --exact does not take it")
+  defaults = exact.Product()
+  if len(contexts) > 1:
+    raise ValueError("--contexts: --exact takes one number")
+  base = _base(experiment.decode, slots=1)
+  check_implementation(base.implementation)
+  product = dataclasses.replace(
+    defaults,
+    widths=_numbers("widths", int, defaults.widths),
+    batches=_numbers("slots", int, defaults.batches),
+    context=contexts[0] if contexts else defaults.context,
+    seed=base.seed,
+    implementation=base.implementation,
+  )
+  dtype = jnp.dtype(flags.FLAGS.dtype or "bfloat16")
+  alone = dataclasses.replace(experiment, drafter=None)
+  suite.check_fits(alone, dtype, product.context)
+  target = kimi_slice.random_target(experiment.model, dtype, base.seed)
+  result = exact.run(target, product, max_seconds=flags.FLAGS.max_seconds, log=_log)
+  print(exact.render(result))
+  report.write_json(folder / "slice_exact.json", result)
+  _wrote(folder / "slice_exact.json")
+  return 1 if exact.failed(result) else 0
+
+
+def _contexts() -> Sequence[int]:
+  """--contexts, where 32k means 32,768."""
+  out = []
+  for text in flags.FLAGS.contexts or ():
+    number, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if not number.isdecimal() or not int(number):
+      raise ValueError(
+        f"--contexts={','.join(flags.FLAGS.contexts)} is not allowed: give numbers of "
+        "1 or more, separated by commas; k counts 1024"
+      )
+    out.append(factor * int(number))
+  return out
+
+
 def _base(config: DecodeConfig, slots: int | None = None) -> DecodeConfig:
   """The configuration with the flags that override its fields."""
   changes: dict[str, Any] = {} if slots is None else {"slots": slots}
@@ -317,8 +441,9 @@ def _load_models(dtype: str) -> tuple[Target, Any, Any]:
   from kdtree_jax.demo import load_demo
 
   path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
+  expert_dtype = flags.FLAGS.expert_dtype or "dequantized"
   if path is None and drafter_path is None:
-    return load_demo(dtype)  # type: ignore[arg-type]
+    return load_demo(dtype, expert_dtype)  # type: ignore[arg-type]
   if path is None or drafter_path is None:
     raise ValueError("--target and --drafter need each other: they are a bonded pair")
   from tokenizers import Tokenizer
@@ -327,7 +452,7 @@ def _load_models(dtype: str) -> tuple[Target, Any, Any]:
   if text is None:
     raise ValueError(f"--target={path} carries no tokenizer")
   return (
-    load_target(path, dtype),  # type: ignore[arg-type]
+    load_target(path, dtype, expert_dtype),  # type: ignore[arg-type]
     load_drafter(drafter_path, dtype),  # type: ignore[arg-type]
     Tokenizer.from_str(text),
   )

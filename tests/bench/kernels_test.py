@@ -86,6 +86,8 @@ def lowered(case: kernel_cases.Case) -> str:
   arguments = [jax.eval_shape(case.inputs, jax.random.key(0))]
   if case.carried is not None:
     arguments.insert(0, jax.eval_shape(case.carried))
+  if case.shared is not None:
+    arguments = [*jax.eval_shape(case.shared, jax.random.key(1)), *arguments]
   return cuda_text(lambda *x: case.call(*x, "cuda"), *arguments)
 
 
@@ -219,7 +221,7 @@ def test_differences():
   ("arguments", "words"),
   [
     ((), "needs a CUDA GPU"),
-    (("--kernels=rope,matmul",), "--kernels=matmul: it must be among tree_attention"),
+    (("--kernels=rope,gemm",), "--kernels=gemm: it must be among tree_attention"),
   ],
 )
 def test_the_command_says_what_it_needs(arguments, words, no_gpu, tmp_path):
