@@ -153,6 +153,14 @@ def quantize(weight: np.ndarray, group_size: int = GROUP_SIZE) -> Int4Tensor:
   return Int4Tensor(pack_int4(values.reshape(weight.shape)), scales)
 
 
+def check_scales(tensor: Int4Tensor) -> None:
+  """Raises a ValueError for scales under which a weight is not a finite float32."""
+  # Written so that NaN fails as well.
+  scales = np.abs(tensor.scales.astype(np.float32))
+  if not (scales <= np.finfo(np.float32).max / 8).all():
+    raise ValueError("scales hold NaN, infinite or too large values")
+
+
 def dequantize(
   tensor: Int4Tensor, dtype: np.typing.DTypeLike = np.float32
 ) -> np.ndarray:
@@ -171,10 +179,8 @@ def dequantize(
   dtype = np.dtype(dtype)
   if dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
     raise ValueError(f"dtype = {dtype} is not allowed: float32 or bfloat16")
+  check_scales(tensor)
   scales = tensor.scales.astype(np.float32)
-  # Written so that NaN fails as well.
-  if not (np.abs(scales) <= np.finfo(np.float32).max / 8).all():
-    raise ValueError("scales hold NaN, infinite or too large values")
   values = unpack_int4(tensor.packed).astype(np.float32)
   groups = values.reshape(*scales.shape, tensor.group_size)
   groups *= scales[..., None]

@@ -21,14 +21,20 @@ become a model that is silently wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from kdtree_jax.checkpoint import kdtr
-from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor, dequantize, quantize
+from kdtree_jax.checkpoint.int4 import (
+  GROUP_SIZE,
+  Int4Tensor,
+  check_scales,
+  dequantize,
+  quantize,
+)
 from kdtree_jax.checkpoint.kdtr import SCALE_SUFFIX, KdtrError, KdtrFile
 from kdtree_jax.checkpoint.kdtr_format import StrPath
 from kdtree_jax.config import DrafterConfig, ModelConfig
@@ -41,6 +47,7 @@ ExpertFormat = Literal["int4", "bfloat16", "float32"]
 StateDict = dict[str, np.ndarray]
 
 _Config = TypeVar("_Config", ModelConfig, DrafterConfig)
+_Tensor = TypeVar("_Tensor")
 _Plan = dict[str, tuple[str, tuple[int, ...]]]  # name -> KDTR dtype, shape
 
 _CODES = {"int4": "int4", "bfloat16": "bf16", "float32": "f32"}
@@ -165,7 +172,18 @@ def read_target(path: StrPath) -> tuple[ModelConfig, StateDict, str]:
     KdtrError: a damaged file, one of another kind, a config with a missing or
       wrong field, or tensors that are not those of the config.
   """
-  return _read(path, "target", ModelConfig)
+  return _read(path, "target", ModelConfig, _load)
+
+
+def read_target_as_stored(
+  path: StrPath,
+) -> tuple[ModelConfig, dict[str, np.ndarray | Int4Tensor], str]:
+  """As `read_target`, but routed experts are read-only views of the file.
+
+  They are Int4Tensors, or arrays in the dtype in which they are stored; the memory
+  that they take is that of the mapped file.
+  """
+  return _read(path, "target", ModelConfig, _load_as_stored)
 
 
 def read_drafter(path: StrPath) -> tuple[DrafterConfig, StateDict, str]:
@@ -178,7 +196,7 @@ def read_drafter(path: StrPath) -> tuple[DrafterConfig, StateDict, str]:
   Raises:
     KdtrError: as `read_target`.
   """
-  return _read(path, "drafter", DrafterConfig)
+  return _read(path, "drafter", DrafterConfig, _load)
 
 
 def read_kind(path: StrPath) -> Literal["target", "drafter"]:
@@ -287,8 +305,11 @@ def _convert_tensor(
 
 
 def _read(
-  path: StrPath, kind: str, config_class: type[_Config]
-) -> tuple[_Config, StateDict, str]:
+  path: StrPath,
+  kind: str,
+  config_class: type[_Config],
+  load: Callable[[KdtrFile, str], _Tensor],
+) -> tuple[_Config, dict[str, _Tensor], str]:
   with kdtr.open_kdtr(path) as file:
     found = _member(file, "kind", ("target", "drafter"))
     if found != kind:
@@ -308,7 +329,7 @@ def _read(
     plan = _plan(config, dtype, experts, path)
     _compare_table(file, plan)
     names = expected_shapes(config)
-    return config, {name: _load(file, name) for name in names}, file.fingerprint
+    return config, {name: load(file, name) for name in names}, file.fingerprint
 
 
 def _member(file: KdtrFile, key: str, allowed: tuple[str, ...]) -> Any:
@@ -375,13 +396,26 @@ def _compare_table(file: KdtrFile, plan: _Plan) -> None:
 def _load(file: KdtrFile, name: str) -> np.ndarray:
   """The stored values as read-only float32, exactly."""
   if file.info(name).dtype == "int4":
-    scales = file.read(f"{name}{SCALE_SUFFIX}")
-    try:
-      array = dequantize(Int4Tensor(file.read_packed(name), scales))
-    except ValueError as error:
-      raise KdtrError(file.path, f"tensor {name!r}", str(error)) from error
+    array = dequantize(_load_int4(file, name))
   else:
     array = file.read(name).astype(np.float32, copy=False)
   # Views of the file are read-only; copies are made so, lest it depend on dtype.
   array.flags.writeable = False
   return array
+
+
+def _load_as_stored(file: KdtrFile, name: str) -> np.ndarray | Int4Tensor:
+  if not _is_routed_expert(name):
+    return _load(file, name)
+  if file.info(name).dtype == "int4":
+    return _load_int4(file, name)
+  return file.read(name)
+
+
+def _load_int4(file: KdtrFile, name: str) -> Int4Tensor:
+  tensor = Int4Tensor(file.read_packed(name), file.read(f"{name}{SCALE_SUFFIX}"))
+  try:
+    check_scales(tensor)
+  except ValueError as error:
+    raise KdtrError(file.path, f"tensor {name!r}", str(error)) from error
+  return tensor

@@ -52,6 +52,12 @@ def define_flags() -> None:
   flags.DEFINE_string("target", None, "KDTR file of the target; the demo's if unset.")
   flags.DEFINE_string("drafter", None, "KDTR file of its drafter.")
   flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
+  flags.DEFINE_enum(
+    "expert_dtype",
+    "dequantized",
+    ["as_stored", "int4", "dequantized"],
+    "How the target's routed experts are held in memory.",
+  )
   flags.DEFINE_enum("method", None, ["plain", "chain", "ddtree"], "How to decode.")
   flags.DEFINE_integer("budget", None, "Tree nodes without the root.")
   flags.DEFINE_integer("rows", None, "Static rows per sequence of the verify step.")
@@ -158,12 +164,12 @@ def _load_models():
 
   path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
   if path is None and drafter_path is None:
-    return load_demo(flags.FLAGS.dtype)
+    return load_demo(flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
   if path is None:
     raise ValueError("--drafter needs --target: a drafter is bonded to its target")
   from tokenizers import Tokenizer
 
-  target = load_target(path, flags.FLAGS.dtype)
+  target = load_target(path, flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
   text = read_tokenizer_json(path)
   if text is None:
     raise ValueError(f"--target={path} carries no tokenizer")

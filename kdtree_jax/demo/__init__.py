@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 def load_demo(
   dtype: Literal["float32", "bfloat16"] = "float32",
+  expert_dtype: Literal["as_stored", "int4", "dequantized"] = "dequantized",
 ) -> tuple[Target, DFlash, Tokenizer]:
   """Loads the pair that ships with the package.
 
   Args:
     dtype: see `kdtree_jax.load_checkpoint`.
+    expert_dtype: too. The file has int4; "dequantized" holds the same values, which is
+      faster on a CPU.
 
   Returns:
     (target, drafter, tokenizer). `tokenizer.encode(text).ids` gives token ids;
@@ -38,7 +41,7 @@ def load_demo(
     resources.as_file(folder / "target.kdtr") as target_path,
     resources.as_file(folder / "drafter.kdtr") as drafter_path,
   ):
-    target = load_target(target_path, dtype)
+    target = load_target(target_path, dtype, expert_dtype)
     drafter = load_drafter(drafter_path, dtype)
     tokenizer_json = read_tokenizer_json(target_path)
   assert tokenizer_json is not None, "the demo target carries its tokenizer"

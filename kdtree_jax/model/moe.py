@@ -16,7 +16,7 @@ from flax import nnx
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import SwiGLU, normal
 from kdtree_jax.ops._routed_experts_xla import DENSE_EXPERTS
-from kdtree_jax.ops.int4_weight import Int4Weight, random_int4
+from kdtree_jax.ops.int4_weight import GROUP_SIZE, Int4Weight, random_int4
 from kdtree_jax.ops.matmul import matmul
 from kdtree_jax.ops.route import route
 from kdtree_jax.ops.routed_experts import routed_experts
@@ -89,6 +89,12 @@ class Experts(nnx.Module):
     E, D = config.n_routed_experts, config.hidden_size
     F = config.moe_intermediate_size
     if int4:
+      for name, size in (("hidden_size", D), ("moe_intermediate_size", F)):
+        if size % GROUP_SIZE:
+          raise ValueError(
+            f"{name} = {size} does not allow int4 experts: it must be a multiple of "
+            f"{GROUP_SIZE}, the features that share a scale"
+          )
       gate_up = random_int4(rngs.params(), E, D, 2 * F, True, D**-0.5)
       down = random_int4(rngs.params(), E, F, D, False, F**-0.5)
       self.gate_up, self.down = Int4Tiles(gate_up.tiles), Int4Tiles(down.tiles)

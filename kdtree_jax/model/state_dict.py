@@ -1,26 +1,32 @@
 """Target parameters under Hugging Face's names, and back.
 
 A state dict maps `model.layers.0.self_attn.o_proj.weight` and the like to numpy
-arrays, linear weights as [out, in]. The module's own layout differs (kernels
-[in, out], gate and up joined, heads split, experts stacked). This file is the
-only place that knows both.
+arrays, linear weights as [out, in]; routed experts may be Int4Tensors. The module's
+own layout differs (kernels [in, out], gate and up joined, heads split, experts
+stacked, int4 in tiles). This file is the only place that knows both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.model.moe import MoE
+from kdtree_jax.model.moe import Experts, MoE
 from kdtree_jax.model.target import Block, Target
+from kdtree_jax.ops import int4_weight
+from kdtree_jax.ops.int4_weight import Int4Weight
 from kdtree_jax.reference.weights import weight_shapes
 
-StateDict = dict[str, np.ndarray]
+if TYPE_CHECKING:  # That package imports this file.
+  from kdtree_jax.checkpoint.int4 import Int4Tensor
+
+ExpertDtype = Literal["as_stored", "int4", "dequantized"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +36,8 @@ class _Entry:
   variables: tuple[nnx.Variable, ...]
   names: tuple[str, ...]
   pack: Callable[..., tuple[np.ndarray, ...]]  # tensors in order -> variables
-  unpack: Callable[..., tuple[np.ndarray, ...]]  # and back
+  unpack: Callable[..., tuple[Any, ...]]  # and back
+  int4: bool = False  # Tensors are Int4Tensors.
 
 
 def _as_is(variable: nnx.Variable, name: str) -> _Entry:
@@ -86,13 +93,24 @@ def _moe(mlp, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
     yield _as_is(
       mlp.gate.e_score_correction_bias, f"{prefix}.gate.e_score_correction_bias"
     )
-  E = config.n_routed_experts
-  expert_axis = 1 if mlp.experts.dense else 0
-  gate_up_names = tuple(
-    f"{prefix}.experts.{e}.{part}_proj.weight"
-    for part in ("gate", "up")
-    for e in range(E)
+  experts = _int4_experts if mlp.experts.int4 else _experts
+  yield from experts(mlp.experts, config, f"{prefix}.experts")
+  if config.n_shared_experts:
+    yield from _swiglu(mlp.shared_experts, f"{prefix}.shared_experts")
+
+
+def _names(prefix: str, config: ModelConfig, *parts: str) -> tuple[str, ...]:
+  """Names of the weights of all experts, part after part."""
+  return tuple(
+    f"{prefix}.{e}.{part}_proj.weight"
+    for part in parts
+    for e in range(config.n_routed_experts)
   )
+
+
+def _experts(experts: Experts, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
+  E = config.n_routed_experts
+  expert_axis = 1 if experts.dense else 0
 
   def pack_gate_up(*weights: np.ndarray) -> tuple[np.ndarray, ...]:
     gate = np.stack([w.T for w in weights[:E]], axis=expert_axis)
@@ -103,15 +121,83 @@ def _moe(mlp, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
     halves = np.split(value, 2, axis=2)
     return tuple(w.T for half in halves for w in np.moveaxis(half, expert_axis, 0))
 
-  yield _Entry((mlp.experts.gate_up,), gate_up_names, pack_gate_up, unpack_gate_up)
   yield _Entry(
-    (mlp.experts.down,),
-    tuple(f"{prefix}.experts.{e}.down_proj.weight" for e in range(E)),
+    (experts.gate_up,),
+    _names(prefix, config, "gate", "up"),
+    pack_gate_up,
+    unpack_gate_up,
+  )
+  yield _Entry(
+    (experts.down,),
+    _names(prefix, config, "down"),
     lambda *weights: (np.stack([w.T for w in weights]),),
     lambda v: tuple(w.T for w in v),
   )
-  if config.n_shared_experts:
-    yield from _swiglu(mlp.shared_experts, f"{prefix}.shared_experts")
+
+
+def _int4_experts(
+  experts: Experts, config: ModelConfig, prefix: str
+) -> Iterator[_Entry]:
+  E, D, F = (
+    config.n_routed_experts,
+    config.hidden_size,
+    config.moe_intermediate_size,
+  )
+
+  def pack_gate_up(*weights: Callable[[], Int4Tensor]) -> tuple[np.ndarray, ...]:
+    tiles = np.empty(int4_weight.tiles_shape(E, D, 2 * F, gated=True), np.uint8)
+    for e in range(E):
+      gate, up = weights[e](), weights[E + e]()
+      packed = np.concatenate([gate.packed, up.packed])
+      scales = np.concatenate([gate.scales, up.scales])
+      tiles[e] = int4_weight.pack_tiles(packed, scales, gated=True)
+    return (tiles,)
+
+  def unpack_gate_up(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
+    both = [_int4_tensor(t, D, 2 * F, gated=True) for t in tiles]
+    return tuple(_rows(w, part) for part in (slice(F), slice(F, None)) for w in both)
+
+  def pack_down(*weights: Callable[[], Int4Tensor]) -> tuple[np.ndarray, ...]:
+    tiles = np.empty(int4_weight.tiles_shape(E, F, D), np.uint8)
+    for e, weight in enumerate(weights):
+      tensor = weight()
+      tiles[e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
+    return (tiles,)
+
+  def unpack_down(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
+    return tuple(_int4_tensor(t, F, D, gated=False) for t in tiles)
+
+  yield _Entry(
+    (experts.gate_up,),
+    _names(prefix, config, "gate", "up"),
+    pack_gate_up,
+    unpack_gate_up,
+    int4=True,
+  )
+  yield _Entry(
+    (experts.down,),
+    _names(prefix, config, "down"),
+    pack_down,
+    unpack_down,
+    int4=True,
+  )
+
+
+def _int4_tensor(
+  tiles: np.ndarray, depth: int, features: int, gated: bool
+) -> Int4Tensor:
+  """One expert's tiles as a file holds them."""
+  from kdtree_jax.checkpoint.int4 import Int4Tensor, pack_int4
+
+  weight = Int4Weight(tiles[None], depth, features, gated)  # type: ignore[arg-type]
+  values, scales = int4_weight.unpack(weight)
+  return Int4Tensor(pack_int4(values[0]), scales[0])
+
+
+def _rows(tensor: Int4Tensor, rows: slice) -> Int4Tensor:
+  return dataclasses.replace(
+    tensor, packed=tensor.packed[rows], scales=tensor.scales[rows]
+  )
 
 
 def _block(block: Block, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
@@ -138,54 +224,157 @@ def _entries(target: Target) -> Iterator[_Entry]:
 
 def target_from_state_dict(
   config: ModelConfig,
-  weights: StateDict,
+  weights: Mapping[str, np.ndarray | Int4Tensor],
   *,
   dtype: jnp.dtype = jnp.float32,
   fingerprint: str | None = None,
+  expert_dtype: ExpertDtype = "as_stored",
 ) -> Target:
   """Builds a target from arrays with Hugging Face's names.
 
   Args:
     config: shapes and settings.
     weights: float arrays; each is rounded once to `dtype` (the router's kernel
-      and bias stay fp32).
+      and bias stay fp32). Routed experts may be `kdtree_jax.checkpoint.Int4Tensor`s
+      with groups of 32.
     dtype: float32 or bfloat16.
     fingerprint: identifies the weights, see `Target`.
+    expert_dtype: "as_stored" keeps routed experts int4 if they are, "int4" quantises
+      floats, "dequantized" makes them floats of `dtype`. Int4 experts are repacked one
+      by one.
 
   Raises:
-    ValueError: a tensor is missing, left over, or of another shape.
+    ValueError: a tensor is missing, left over, or of another shape; it is int4 and may
+      not be; some experts are int4 and others are not; int4 does not fit the config.
   """
+  check_expert_dtype(expert_dtype)
   _check(config, weights)
+  int4 = (
+    _stored_int4(weights) if expert_dtype == "as_stored" else expert_dtype == "int4"
+  )
   target = nnx.eval_shape(
-    lambda: Target(config, dtype=dtype, rngs=nnx.Rngs(0), fingerprint=fingerprint)
+    lambda: Target(
+      config,
+      dtype=dtype,
+      rngs=nnx.Rngs(0),
+      fingerprint=fingerprint,
+      int4_experts=int4,
+    )
   )
   target.set_rope_tables()
   for entry in _entries(target):
-    values = entry.pack(*(np.asarray(weights[name]) for name in entry.names))
+    if entry.int4:
+      values = entry.pack(*(_later(_as_int4, weights, name) for name in entry.names))
+    else:
+      values = entry.pack(*(_as_floats(weights, name) for name in entry.names))
     for variable, value in zip(entry.variables, values, strict=True):
       variable.set_value(jnp.asarray(value, variable.dtype))
   return target
 
 
-def target_to_state_dict(target: Target) -> StateDict:
-  """The inverse of `target_from_state_dict`, as f32 arrays."""
-  weights: StateDict = {}
+def target_to_state_dict(
+  target: Target, *, expert_dtype: Literal["as_stored", "dequantized"] = "dequantized"
+) -> dict[str, Any]:
+  """The inverse of `target_from_state_dict`.
+
+  Args:
+    target: the module.
+    expert_dtype: "dequantized" gives f32 arrays alone, which hold the values exactly;
+      under "as_stored" int4 experts are Int4Tensors, which `save_target` stores bit for
+      bit.
+  """
+  from kdtree_jax.checkpoint.int4 import dequantize
+
+  if expert_dtype not in ("as_stored", "dequantized"):
+    raise ValueError(
+      f"expert_dtype = {expert_dtype!r} is not allowed: 'as_stored' or 'dequantized'"
+    )
+  weights: dict[str, Any] = {}
   for entry in _entries(target):
-    values = (np.asarray(v[...].astype(jnp.float32)) for v in entry.variables)
-    for name, part in zip(entry.names, entry.unpack(*values), strict=True):
-      weights[name] = np.ascontiguousarray(part)
+    if entry.int4:
+      parts = entry.unpack(*(np.asarray(v[...]) for v in entry.variables))
+      if expert_dtype == "dequantized":
+        parts = map(dequantize, parts)
+    else:
+      values = (np.asarray(v[...].astype(jnp.float32)) for v in entry.variables)
+      parts = map(np.ascontiguousarray, entry.unpack(*values))
+    weights.update(zip(entry.names, parts, strict=True))
   return weights
 
 
-def _check(config: ModelConfig, weights: StateDict) -> None:
+def check_expert_dtype(expert_dtype: str) -> None:
+  """Raises a ValueError for a name that `target_from_state_dict` does not know."""
+  if expert_dtype not in get_args(ExpertDtype):
+    raise ValueError(
+      f"expert_dtype = {expert_dtype!r} is not allowed: it must be one of "
+      f"{get_args(ExpertDtype)}"
+    )
+
+
+def _stored_int4(weights: Mapping[str, Any]) -> bool:
+  """Whether routed experts are int4: all of them, or none."""
+  stored = {name: _is_int4(w) for name, w in weights.items() if ".mlp.experts." in name}
+  kinds = set(stored.values())
+  if len(kinds) > 1:
+    odd = next(name for name, int4 in stored.items() if not int4)
+    raise ValueError(
+      f"tensor {odd!r} is of floats, but other routed experts are int4: "
+      "expert_dtype='int4' or 'dequantized' makes them all the same"
+    )
+  return kinds == {True}
+
+
+def _is_int4(weight: Any) -> bool:
+  return hasattr(weight, "packed") and hasattr(weight, "scales")
+
+
+def _later(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+  return lambda: function(*arguments)
+
+
+def _as_floats(weights: Mapping[str, Any], name: str) -> np.ndarray:
+  from kdtree_jax.checkpoint.int4 import dequantize
+
+  weight = weights[name]
+  if not _is_int4(weight):
+    return np.asarray(weight)
+  try:
+    return dequantize(weight)
+  except ValueError as error:
+    raise ValueError(f"tensor {name!r}: {error}") from error
+
+
+def _as_int4(weights: Mapping[str, Any], name: str) -> Int4Tensor:
+  """The tensor with groups of 32, its scales looked at."""
+  from kdtree_jax.checkpoint.int4 import GROUP_SIZE, check_scales, quantize
+
+  weight = weights[name]
+  try:
+    if not _is_int4(weight):
+      return quantize(np.asarray(weight, np.float32))
+    check_scales(weight)
+  except ValueError as error:
+    raise ValueError(f"tensor {name!r}: {error}") from error
+  if weight.group_size != GROUP_SIZE:
+    raise ValueError(
+      f"tensor {name!r} has int4 groups of {weight.group_size}, not of {GROUP_SIZE}"
+    )
+  return weight
+
+
+def _check(config: ModelConfig, weights: Mapping[str, Any]) -> None:
   shapes = weight_shapes(config)
   for name, shape in shapes.items():
     if name not in weights:
       raise ValueError(f"tensor {name!r} is missing from the state dict")
-    if np.shape(weights[name]) != shape:
+    found = weights[name]
+    found_shape = tuple(found.shape) if _is_int4(found) else np.shape(found)
+    if found_shape != shape:
       raise ValueError(
-        f"tensor {name!r} has shape {np.shape(weights[name])}; the config needs {shape}"
+        f"tensor {name!r} has shape {found_shape}; the config needs {shape}"
       )
+    if _is_int4(found) and ".mlp.experts." not in name:
+      raise ValueError(f"tensor {name!r} is int4; only routed experts may be")
   unexpected = sorted(set(weights) - set(shapes))
   if unexpected:
     raise ValueError(f"unexpected tensor {unexpected[0]!r} in the state dict")

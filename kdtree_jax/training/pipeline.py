@@ -159,7 +159,8 @@ def _load_target(work: Path) -> Target:
   path = work / TARGET_FILE
   if not path.exists():
     raise FileNotFoundError(f"{path} is missing: run --stage=target first")
-  return load_target(path, "float32" if compute_dtype() == "float32" else "bfloat16")
+  dtype = "float32" if compute_dtype() == "float32" else "bfloat16"
+  return load_target(path, dtype, "dequantized")
 
 
 def _stage(config: TrainConfig | None, name: str) -> TrainConfig:
