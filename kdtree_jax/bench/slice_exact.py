@@ -356,7 +356,7 @@ def verdict(report: dict[str, Any]) -> str:
   bad = [m for m in measured if differs(m)]
   compared = sum(m.get("tokens", 0) for m in measured)
   lines = []
-  if not bad:
+  if measured and not bad:
     lines.append(
       f"All {compared} rows of logits, over {len(measured)} widths and batches, have "
       "the bits of plain decoding at one row and one slot."
