@@ -20,7 +20,7 @@ from kdtree_jax.bench.rounds import Effort, Start
 from kdtree_jax.bench.timing import Chain, add_zero, measure
 from kdtree_jax.decoding import modules
 from kdtree_jax.model.moe import MoE, Routing
-from kdtree_jax.model.target import Block, Target
+from kdtree_jax.model.target import Target
 from kdtree_jax.ops.ancestors import ancestors
 from kdtree_jax.ops.tree_attention import tree_attention
 from kdtree_jax.tree import Tree
@@ -158,8 +158,9 @@ class LayerParts:
   def _target(self, arrays: Any) -> Target:
     return modules.merge(self._static, arrays)
 
-  def _block(self, arrays: Any, inputs: LayerInputs) -> Block:
-    return self._target(arrays).layers[inputs.layer]
+  def _mlp(self, arrays: Any, inputs: LayerInputs) -> Any:
+    """A layer's MoE, or its SwiGLU where it is dense."""
+    return self._target(arrays).layers[inputs.layer].mlp
 
   def _trace(self, arrays, data, place, tokens) -> list[LayerInputs]:
     """A step of the target, layer by layer, that keeps what the parts take."""
@@ -179,7 +180,7 @@ class LayerParts:
     return kept
 
   def _attend(self, target: Target, x, layer: int, data, place):
-    _, depths, lengths = place
+    table, depths, lengths = place
     return target.layers[layer].self_attn(
       x,
       lengths[:, None] + depths,
@@ -187,7 +188,9 @@ class LayerParts:
       target.sin[...],
       data,
       layer,
-      *place,
+      table,
+      depths,
+      lengths,
       self._implementation,
     )
 
@@ -214,18 +217,18 @@ class LayerParts:
     )
 
   def _router(self, arrays, inputs: LayerInputs):
-    gate = self._block(arrays, inputs).mlp.gate
+    gate = self._mlp(arrays, inputs).gate
     return gate(inputs.ffn, implementation=self._implementation)
 
   def _experts(self, arrays, inputs: LayerInputs):
-    experts = self._block(arrays, inputs).mlp.experts
+    experts = self._mlp(arrays, inputs).experts
     return experts(inputs.ffn, inputs.routing, self._implementation)
 
   def _shared(self, arrays, inputs: LayerInputs):
-    return self._block(arrays, inputs).mlp.shared_experts(inputs.ffn)
+    return self._mlp(arrays, inputs).shared_experts(inputs.ffn)
 
   def _dense(self, arrays, inputs: LayerInputs):
-    return self._block(arrays, inputs).mlp(inputs.ffn)
+    return self._mlp(arrays, inputs)(inputs.ffn)
 
   def _head(self, arrays, inputs: LayerInputs):
     return self._target(arrays).head(inputs.ffn)

@@ -77,7 +77,7 @@ def round_work(target: Target, drafter: DFlash, round_: Round) -> dict[str, Work
   size = target.dtype.itemsize
   rows = N * D * size  # of hidden states, once
   layers = len(target.layers)
-  work = dict.fromkeys(PARTS, Work())
+  work: dict[str, Work] = {part: Work() for part in PARTS}
   work["attention"] = _attention(config, round_, size).times(layers)
   distinct = iter(round_.distinct)
   for block in target.layers:

@@ -242,7 +242,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
       ("--suite=decode", "--model=kimi_like", "--target=t"),
       "--target: --model=kimi_like makes a pair",
     ),
-    (("--suite=decode", "--implementation=cuda"), "'cuda' of tree_attention "),
+    (("--suite=decode", "--implementation=cuda"), "implementation='cuda' of "),
   ],
 )
 def test_bad_flags_are_one_line(arguments, words, tmp_path, monkeypatch):
