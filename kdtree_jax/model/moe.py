@@ -180,7 +180,7 @@ class MoE(nnx.Module):
     Int4 experts have one form, with `training` too: no gradient reaches them.
     """
     rows = x.reshape(-1, x.shape[-1])
-    routing = self.gate(rows)
+    routing = self.gate(rows, implementation)
     if training and not self.experts.int4:
       out = self.experts.training_form(rows, routing)
     else:
