@@ -40,6 +40,12 @@ struct RowChunk {
   int32_t chunks;  // of so many.
 };
 
+enum class Start {
+  kAfter,    // No.
+  kEarly,    // Yes, but it reads nothing before that has ended.
+  kWeights,  // Yes, and it reads weights and the list of chunks before that.
+};
+
 struct MatmulArgs {
   // Rows in bf16, or in float32 where the weights are float32 or `x_float32`.
   const void* x;
@@ -65,7 +71,8 @@ struct MatmulArgs {
   bool out_float32;
 
   int groups;
-  int rows;  // Of each group; with a list, of all groups.
+  int rows;        // Of each group; with a list, of all groups.
+  int group_rows;  // No group has more rows.
   int depth;     // K.
   int features;  // N, gate and up together where `gated`.
 
@@ -77,6 +84,10 @@ struct MatmulArgs {
   const RowChunk* chunks;
   const int32_t* num_chunks;
   int max_chunks;
+
+  // LaunchMatmulMma: whether the kernel may begin before the one launched before it on the
+  // stream has ended, which must have been launched by this library.
+  Start start;
 };
 
 // Rows that a chunk may have at most.
