@@ -242,7 +242,7 @@ struct Consumer {
 
 template <class Tiles, int kRows>
 __global__ void __launch_bounds__(kThreads, (Layout<Tiles, kRows>::kBlocks))
-    MatmulMma(const __grid_constant__ Params p) {
+    MatmulMmaKernel(const __grid_constant__ Params p) {
   using L = Layout<Tiles, kRows>;
   extern __shared__ uint8_t shared[];
   const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
@@ -377,7 +377,7 @@ cudaError_t Launch(const MatmulArgs& args, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  const auto kernel = MatmulMma<Tiles, kRows>;
+  const auto kernel = MatmulMmaKernel<Tiles, kRows>;
   if (cudaError_t e = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
       e != cudaSuccess) {
@@ -393,7 +393,7 @@ cudaError_t LaunchBf16(const MatmulArgs& args, cudaStream_t stream) {
   return Launch<Tiles, kChunkRowsBf16>(args, stream);
 }
 
-KDT_DYNAMIC_SHARED_MEMORY(MatmulMma, kMostSharedMemory);
+KDT_DYNAMIC_SHARED_MEMORY(MatmulMmaKernel, kMostSharedMemory);
 
 bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
