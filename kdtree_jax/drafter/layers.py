@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kdtree_jax.model.layers import silu_times
+from kdtree_jax.ops.silu import silu_times
 
 INIT_STDDEV = 0.02
 

@@ -9,7 +9,9 @@ from flax import nnx
 
 from kdtree_jax import reference
 from kdtree_jax.model.cache import LatentCache, round_up
-from kdtree_jax.model.layers import SwiGLU, rms_norm, silu_times
+from kdtree_jax.model.layers import SwiGLU
+from kdtree_jax.ops.norm import rms_norm
+from kdtree_jax.ops.silu import silu_times
 from tests.model.families import family_config
 
 BF16 = ml_dtypes.bfloat16
