@@ -169,6 +169,12 @@ __global__ void __launch_bounds__(kThreads)
   SumBeforeEach(starts, a.groups, a.rows);
   WriteChunks(starts, firsts, a.groups, a.rows_per_chunk, max_chunks, a.chunks,
               a.num_chunks);
+  if (a.out == nullptr) return;
+  const int64_t end = a.rows * a.out_row_bytes / 2;
+  for (int64_t i = starts[a.groups] * a.out_row_bytes / 2 + threadIdx.x; i < end;
+       i += kThreads) {
+    static_cast<uint16_t*>(a.out)[i] = 0;
+  }
 }
 
 KDT_DYNAMIC_SHARED_MEMORY(ExpertRowsKernel, kSharedBytes);

@@ -40,12 +40,15 @@ struct ExpertRowsArgs {
 };
 
 // Any sizes are safe: one below 0 counts as 0, and rows from `rows` on do not exist.
-// Rows beyond the sum belong to no group.
+// Rows beyond the sum belong to no group; the kernel sets theirs of `out` to zero, which
+// the products leave as they are.
 struct GroupChunksArgs {
   const int32_t* group_sizes;  // [groups]
   RowChunk* chunks;            // [MaxChunks(rows, groups, rows_per_chunk)]
   int32_t* num_chunks;         // [1]
-  int groups;                  // 0 .. kMostGroups
+  void* out;                   // [rows] of out_row_bytes, which are even; or null
+  int64_t out_row_bytes;
+  int groups;  // 0 .. kMostGroups
   int rows;
   int rows_per_chunk;  // 1 or more
 };

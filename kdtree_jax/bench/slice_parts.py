@@ -167,16 +167,17 @@ class LayerParts:
     target = self._target(arrays)
     h = target.embed(tokens)
     kept = []
+    form = self._implementation
     for layer, block in enumerate(target.layers):
-      x = block.input_layernorm(h)
+      x = block.input_layernorm(h, form)
       out, _ = self._attend(target, x, layer, data, place)
-      h = h + out
-      rows = block.post_attention_layernorm(h).reshape(-1, h.shape[-1])
+      rows = block.post_attention_layernorm(h + out, form).reshape(-1, h.shape[-1])
       routing = None
       if isinstance(block.mlp, MoE):
-        routing = block.mlp.gate(rows, implementation=self._implementation)
+        routing = block.mlp.gate(rows, form)
       kept.append(LayerInputs(x, rows, routing, layer))
-      h, _ = block.ffn(h, training=False)
+      h, added = block.step_ffn(h, out, form)
+      h = h + added
     return kept
 
   def _attend(self, target: Target, x, layer: int, data, place):
@@ -218,20 +219,21 @@ class LayerParts:
 
   def _router(self, arrays, inputs: LayerInputs):
     gate = self._mlp(arrays, inputs).gate
-    return gate(inputs.ffn, implementation=self._implementation)
+    return gate(inputs.ffn, self._implementation)
 
   def _experts(self, arrays, inputs: LayerInputs):
     experts = self._mlp(arrays, inputs).experts
     return experts(inputs.ffn, inputs.routing, self._implementation)
 
   def _shared(self, arrays, inputs: LayerInputs):
-    return self._mlp(arrays, inputs).shared_experts(inputs.ffn)
+    shared = self._mlp(arrays, inputs).shared_experts
+    return shared(inputs.ffn, self._implementation)
 
   def _dense(self, arrays, inputs: LayerInputs):
-    return self._mlp(arrays, inputs)(inputs.ffn)
+    return self._mlp(arrays, inputs)(inputs.ffn, self._implementation)
 
   def _head(self, arrays, inputs: LayerInputs):
-    return self._target(arrays).head(inputs.ffn)
+    return self._target(arrays).head(inputs.ffn, self._implementation)
 
 
 def _link(inputs: LayerInputs, zero: jax.Array) -> LayerInputs:

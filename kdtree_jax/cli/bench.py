@@ -318,6 +318,8 @@ def _decode(folder: Path, decode: DecodeConfig | None) -> int:
 def _slice(folder: Path, experiment: Experiment | None) -> int:
   # Nearly all of the GPU, read by JAX when it starts its backend.
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+  import jax
+
   from kdtree_jax.bench import report, timing
   from kdtree_jax.bench import slice as suite
 
@@ -339,7 +341,8 @@ def _slice(folder: Path, experiment: Experiment | None) -> int:
     max_seconds=given.max_seconds,
   )
   suite.check_settings(experiment, settings)
-  ceilings = timing.ceilings()
+  on_gpu = jax.default_backend() == "gpu"
+  ceilings = timing.ceilings() if on_gpu else timing.ceilings(1 << 24, 512)
   _log(f"ceilings: {ceilings}")
   result = suite.run(experiment, settings, ceilings, _log)
   print(suite.render(result))

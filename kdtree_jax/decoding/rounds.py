@@ -29,6 +29,11 @@ from kdtree_jax.tree import Tree
 # Ops of a round that take `Program.implementation`, the target's among them.
 OPS = (
   "rms_norm",
+  "add_rms_norm",
+  "matmul",
+  "gated_matmul",
+  "head_matmul",
+  "routed_experts",
   "tree_attention",
   "rope_keys",
   "rope_queries",
@@ -96,7 +101,8 @@ def verify_step(
     feature_layers=feature_layers,
     implementation=implementation,
   )
-  return jax.lax.optimization_barrier((target.head(hidden), features, keys))
+  logits = target.head(hidden, implementation)
+  return jax.lax.optimization_barrier((logits, features, keys))
 
 
 def one_round(

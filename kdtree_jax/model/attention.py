@@ -14,7 +14,7 @@ from flax import nnx
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import Linear, RMSNorm, normal
-from kdtree_jax.ops.matmul import einsum
+from kdtree_jax.ops.matmul import einsum, head_matmul
 from kdtree_jax.ops.rope import RopeFrequencies, rope
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.ops.tree_attention import tree_attention
@@ -43,13 +43,14 @@ class MLA(nnx.Module):
     self.v_up = nnx.Param(normal(rngs, (H, R, c.v_head_dim), R, dtype))
     self.o_proj = Linear(H * c.v_head_dim, c.hidden_size, dtype, rngs)
 
-  def projected_queries(self, x: jax.Array) -> jax.Array:
+  def projected_queries(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
     """[B, N, D] -> per head the plain and the still unrotated part [B, N, H, C + P]."""
     c = self.config
     if c.q_lora_rank is None:
-      q = self.q_proj(x)
+      q = self.q_proj(x, implementation)
     else:
-      q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+      latent = self.q_a_layernorm(self.q_a_proj(x, implementation), implementation)
+      q = self.q_b_proj(latent, implementation)
     return q.reshape(*x.shape[:-1], c.num_attention_heads, c.qk_head_dim)
 
   def queries(
@@ -79,7 +80,7 @@ class MLA(nnx.Module):
     """[B, N, D] -> cache rows [B, N, R + P]: normed latent, roped key."""
     c = self.config
     return rope_keys(
-      self.kv_a_proj(x),
+      self.kv_a_proj(x, implementation),
       self.kv_a_layernorm.weight[...],
       positions,
       cos,
@@ -119,10 +120,9 @@ class MLA(nnx.Module):
       ([B, N, D] output, [B, N, R + P] the nodes' own cache rows).
     """
     c = self.config
-    q = self.projected_queries(x)
+    q = self.projected_queries(x, implementation)
     keys = self.latents(x, positions, cos, sin, implementation)
-    nope, _ = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-    absorbed = einsum("bnhc,hcr->bnhr", nope, self.k_up[...], x.dtype)
+    absorbed = head_matmul(q, self.k_up[...], implementation)
     queries = rope_queries(
       absorbed,
       q,
@@ -146,8 +146,8 @@ class MLA(nnx.Module):
       max_positions=c.max_position_embeddings,
       implementation=implementation,
     )
-    heads = einsum("bnhr,hre->bnhe", out, self.v_up[...], x.dtype)
-    return self.o_proj(heads.reshape(*x.shape[:-1], -1)), keys
+    heads = head_matmul(out, self.v_up[...], implementation)
+    return self.o_proj(heads.reshape(*x.shape[:-1], -1), implementation), keys
 
   def expanded(
     self,

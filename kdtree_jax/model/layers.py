@@ -1,4 +1,8 @@
-"""The small layers: RMSNorm, linear, SwiGLU. Parameters only, no state."""
+"""The small layers: RMSNorm, linear, SwiGLU. Parameters only, no state.
+
+`implementation` is that of the ops. Training and scoring take XLA's, the default here;
+decoding passes its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kdtree_jax.ops.matmul import matmul
+from kdtree_jax.ops.matmul import gated_matmul, matmul
 from kdtree_jax.ops.norm import rms_norm
-from kdtree_jax.ops.silu import silu_times
 
 
 class RMSNorm(nnx.Module):
@@ -18,7 +21,7 @@ class RMSNorm(nnx.Module):
     self.weight = nnx.Param(jnp.ones((size,), dtype))
     self.eps = eps
 
-  def __call__(self, x: jax.Array, implementation: str = "auto") -> jax.Array:
+  def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
     return rms_norm(x, self.weight[...], self.eps, implementation)
 
 
@@ -28,8 +31,8 @@ class Linear(nnx.Module):
   def __init__(self, size_in: int, size_out: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.kernel = nnx.Param(normal(rngs, (size_in, size_out), size_in, dtype))
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return matmul(x, self.kernel[...])
+  def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
+    return matmul(x, self.kernel[...], implementation)
 
 
 class SwiGLU(nnx.Module):
@@ -39,9 +42,9 @@ class SwiGLU(nnx.Module):
     self.gate_up = Linear(hidden, 2 * inner, dtype, rngs)
     self.down = Linear(inner, hidden, dtype, rngs)
 
-  def __call__(self, x: jax.Array) -> jax.Array:
-    gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-    return self.down(silu_times(gate, up))
+  def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
+    inner = gated_matmul(x, self.gate_up.kernel[...], implementation)
+    return self.down(inner, implementation)
 
 
 def normal(

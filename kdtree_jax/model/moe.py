@@ -45,10 +45,10 @@ class Router(nnx.Module):
     if config.topk_method == "noaux_tc":
       self.e_score_correction_bias = CorrectionBias(jnp.zeros((E,), jnp.float32))
 
-  def __call__(self, x: jax.Array, implementation: str = "auto") -> Routing:
+  def __call__(self, x: jax.Array, implementation: str = "xla") -> Routing:
     """x: [T, D] in any dtype."""
     c = self.config
-    logits = matmul(x.astype(jnp.float32), self.kernel[...])
+    logits = matmul(x, self.kernel[...], implementation, out_dtype=jnp.float32)
     chooses_by_bias = c.topk_method == "noaux_tc"
     return Routing(
       *route(
@@ -117,7 +117,7 @@ class Experts(nnx.Module):
     return Int4Weight(gate_up, D, 2 * F, gated=True), Int4Weight(down, F, D)
 
   def __call__(
-    self, x: jax.Array, routing: Routing, implementation: str = "auto"
+    self, x: jax.Array, routing: Routing, implementation: str = "xla"
   ) -> jax.Array:
     """x [T, D] -> [T, D]: sum over slots of weight * expert(x), one cast."""
     return routed_experts(
@@ -173,7 +173,7 @@ class MoE(nnx.Module):
       self.shared_experts = SwiGLU(config.hidden_size, inner, dtype, rngs)
 
   def __call__(
-    self, x: jax.Array, training: bool = False, implementation: str = "auto"
+    self, x: jax.Array, training: bool = False, implementation: str = "xla"
   ) -> tuple[jax.Array, Routing]:
     """x [..., D] -> (same shape, the routing of the flattened rows).
 
@@ -186,5 +186,5 @@ class MoE(nnx.Module):
     else:
       out = self.experts(rows, routing, implementation)
     if self.config.n_shared_experts:
-      out = out + self.shared_experts(rows)
+      out = out + self.shared_experts(rows, implementation)
     return out.reshape(x.shape), routing

@@ -18,7 +18,8 @@ from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.attention import MLA
 from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, normal
 from kdtree_jax.model.moe import MoE, Routing
-from kdtree_jax.ops.matmul import einsum
+from kdtree_jax.ops.matmul import matmul
+from kdtree_jax.ops.norm import add_rms_norm
 from kdtree_jax.reference.rope import rope_table
 
 
@@ -47,13 +48,26 @@ class Block(nnx.Module):
     else:
       self.mlp = SwiGLU(D, config.intermediate_size, dtype, rngs)
 
-  def ffn(self, h: jax.Array, training: bool) -> tuple[jax.Array, Routing | None]:
-    """`h + mlp(norm(h))`, and the routing where the layer is a mixture."""
+  def ffn(self, h: jax.Array) -> tuple[jax.Array, Routing | None]:
+    """`h + mlp(norm(h))`, and the routing where the layer is a mixture.
+
+    For whole sequences; decoding goes through `step`.
+    """
     x = self.post_attention_layernorm(h)
     if isinstance(self.mlp, MoE):
-      out, routing = self.mlp(x, training)
+      out, routing = self.mlp(x, training=True)
       return h + out, routing
     return h + self.mlp(x), None
+
+  def step_ffn(
+    self, h: jax.Array, attended: jax.Array, implementation: str
+  ) -> tuple[jax.Array, jax.Array]:
+    """`h + attended`, and what the MLP adds to it."""
+    norm = self.post_attention_layernorm
+    h, x = add_rms_norm(h, attended, norm.weight[...], norm.eps, implementation)
+    if isinstance(self.mlp, MoE):
+      return h, self.mlp(x, implementation=implementation)[0]
+    return h, self.mlp(x, implementation)
 
 
 class Target(nnx.Module):
@@ -109,14 +123,13 @@ class Target(nnx.Module):
     """i32 [...] -> [..., D] in `dtype`."""
     return self.embed_tokens[...][tokens]
 
-  def head(self, hidden: jax.Array) -> jax.Array:
+  def head(self, hidden: jax.Array, implementation: str = "xla") -> jax.Array:
     """Normed hidden states [..., D] -> f32 logits [..., V]."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    if self.config.tie_word_embeddings:
-      logits = einsum("nd,vd->nv", rows, self.embed_tokens[...])
-    else:
-      logits = einsum("nd,dv->nv", rows, self.lm_head.kernel[...])
-    return logits.reshape(*hidden.shape[:-1], -1)
+    tied = self.config.tie_word_embeddings
+    kernel = self.embed_tokens if tied else self.lm_head.kernel
+    return matmul(
+      hidden, kernel[...], implementation, out_dtype=jnp.float32, by_feature=tied
+    )
 
   def step(
     self,
@@ -147,11 +160,15 @@ class Target(nnx.Module):
     positions = lengths[:, None] + depths
     cos, sin = self.cos[...], self.sin[...]
     h = self.embed(tokens)
+    added = None  # What the layer before adds to h.
     tapped, keys = {}, []
     for i, block in enumerate(self.layers):
       with jax.named_scope(f"layer_{i}"):
-        out, layer_keys = block.self_attn(
-          block.input_layernorm(h),
+        h, x = _normed(block.input_layernorm, h, added, implementation)
+        if i - 1 in feature_layers:
+          tapped[i - 1] = h
+        attended, layer_keys = block.self_attn(
+          x,
           positions,
           cos,
           sin,
@@ -162,18 +179,15 @@ class Target(nnx.Module):
           lengths,
           implementation,
         )
-        h, _ = block.ffn(h + out, training=False)
+        h, added = block.step_ffn(h, attended, implementation)
       # Whether a layer is tapped must not change how it is compiled, or plain
       # decoding (no taps) and speculation would differ in their last bits.
-      h, layer_keys = jax.lax.optimization_barrier((h, layer_keys))
+      h, added, layer_keys = jax.lax.optimization_barrier((h, added, layer_keys))
       keys.append(layer_keys)
-      if i in feature_layers:
-        tapped[i] = h
-    return (
-      self.norm(h),
-      _concat([tapped[i] for i in feature_layers], h),
-      jnp.stack(keys),
-    )
+    h, hidden = _normed(self.norm, h, added, implementation)
+    if len(self.layers) - 1 in feature_layers:
+      tapped[len(self.layers) - 1] = h
+    return hidden, _concat([tapped[i] for i in feature_layers], h), jnp.stack(keys)
 
   def sequence(
     self,
@@ -202,12 +216,21 @@ class Target(nnx.Module):
         out, _ = block.self_attn.expanded(
           block.input_layernorm(h), positions, cos, sin, flash
         )
-        h, routing = block.ffn(h + out, training=True)
+        h, routing = block.ffn(h + out)
       if routing is not None:
         routings.append(routing)
       if i in feature_layers:
         tapped[i] = h
     return self.norm(h), _concat([tapped[i] for i in feature_layers], h), routings
+
+
+def _normed(
+  norm: RMSNorm, h: jax.Array, added: jax.Array | None, implementation: str
+) -> tuple[jax.Array, jax.Array]:
+  """(h + added, its norm); `added` is None before the first layer."""
+  if added is None:
+    return h, norm(h, implementation)
+  return add_rms_norm(h, added, norm.weight[...], norm.eps, implementation)
 
 
 def _concat(features: list[jax.Array], like: jax.Array) -> jax.Array:

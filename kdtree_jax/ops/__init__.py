@@ -18,6 +18,7 @@ from kdtree_jax.ops.build_tree import (
 )
 from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
+from kdtree_jax.ops.matmul import gated_matmul, head_matmul, matmul
 from kdtree_jax.ops.norm import add_rms_norm, rms_norm
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
@@ -35,8 +36,11 @@ __all__ = [
   "build_tree",
   "chain_tree",
   "compact",
+  "gated_matmul",
   "grouped_matmul",
+  "head_matmul",
   "log_softmax_topk",
+  "matmul",
   "rms_norm",
   "rope",
   "rope_keys",

@@ -5,34 +5,53 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kdtree_jax.ops import _implementation
+from kdtree_jax.ops import _implementation, int4_weight
 from kdtree_jax.ops._checks import as_array, check_integers
+from kdtree_jax.ops.int4_weight import Int4Weight
+
+# As in custom_calls/expert_rows.h and matmul.h.
+MAX_GROUPS = 8192
+CHUNK_ROWS = {"float32": 64, "bfloat16": 64, "int4": 16}
+CHUNK_INTS = 5
 
 
 def grouped_matmul(
   x: jax.Array,
-  weights: jax.Array,
+  weights: jax.Array | Int4Weight,
   group_sizes: jax.Array,
   *,
   implementation: str = "auto",
 ) -> jax.Array:
   """`x[i] @ weights[g(i)]`, rows sorted by group.
 
+  In the CUDA form a row's bits depend on the row and its group's weights alone.
+
   Args:
     x: [M, K] rows sorted by group, f32 or bf16.
-    weights: [G, K, N] one kernel per group, of the same dtype.
-    group_sizes: i32 [G] rows per group; the sum must be M.
-    implementation: "auto", "xla" or "cuda".
+    weights: [G, K, N] one kernel per group, of the same dtype; or an `Int4Weight` of
+      these sizes, not gated, whose weights are rounded once to the dtype of `x`.
+    group_sizes: i32 [G] rows per group. Rows beyond their sum become 0.
+    implementation: "auto", "xla" or "cuda". "cuda" takes up to 8,192 groups; in bf16
+      it reads weights whose K is a multiple of 16 and N of 8 as they are, and others
+      after copying them.
 
   Returns:
     [M, N] in `x.dtype`, accumulated in fp32 and rounded once.
 
   Raises:
-    ValueError: shapes or dtypes disagree.
+    ValueError: shapes or dtypes disagree, or more groups than "cuda" takes.
+    NotImplementedError: "cuda" without the CUDA library.
   """
-  _implementation.resolve("grouped_matmul", implementation)
-  x, weights, group_sizes = map(as_array, (x, weights, group_sizes))
-  if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[1]:
+  x, group_sizes = as_array(x), as_array(group_sizes)
+  if isinstance(weights, Int4Weight):
+    int4_weight.check("weights", weights)
+    if weights.gated:
+      raise ValueError(
+        "weights.gated = True is not allowed: gate and up are apart here"
+      )
+  else:
+    weights = as_array(weights)
+  if x.ndim != 2 or len(weights.shape) != 3 or x.shape[1] != weights.shape[1]:
     raise ValueError(
       f"x must be [M, K] and weights [G, K, N]; they are {x.shape} and {weights.shape}"
     )
@@ -42,8 +61,65 @@ def grouped_matmul(
       f"its shape is {group_sizes.shape}"
     )
   check_integers(group_sizes=group_sizes)
-  if x.dtype != weights.dtype:
+  if x.dtype not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f"x is {x.dtype}; it must be float32 or bfloat16")
+  if not isinstance(weights, Int4Weight) and x.dtype != weights.dtype:
     raise ValueError(f"x is {x.dtype} but weights are {weights.dtype}")
+  obstacle = None
+  if weights.shape[0] > MAX_GROUPS:
+    obstacle = (
+      f"weights have {weights.shape[0]} groups; at most {MAX_GROUPS} are allowed"
+    )
+  implementation = _implementation.within_limits(
+    "grouped_matmul", implementation, obstacle
+  )
+  return _implementation.dispatch(
+    "grouped_matmul", implementation, _cuda, _xla, x, weights, group_sizes
+  )
+
+
+def max_chunks(rows: int, groups: int, kind: str) -> int:
+  """Length of the list of chunks: `MaxChunks` of custom_calls/expert_rows.h."""
+  return min(rows, groups) + rows // CHUNK_ROWS[kind]
+
+
+def _cuda(
+  x: jax.Array, weights: jax.Array | Int4Weight, group_sizes: jax.Array
+) -> jax.Array:
+  """The custom call `custom_calls/grouped_matmul_ffi.cc`."""
+  G, _, N = weights.shape
+  kind, features = str(x.dtype), N
+  if isinstance(weights, Int4Weight):
+    operand = weights.tiles
+    kind = "int4" if x.dtype == jnp.bfloat16 else kind
+  elif x.dtype == jnp.bfloat16:
+    # The copy engine wants whole multiples; zeros behind the end change no sum.
+    K, pad_k, pad_n = x.shape[1], -x.shape[1] % 16, -N % 8
+    x = jnp.pad(x, ((0, 0), (0, pad_k))) if K % 16 else x
+    pads = ((0, 0), (0, pad_k), (0, pad_n))
+    operand = jnp.pad(weights, pads) if pad_k or pad_n else weights
+    features = N + pad_n
+  else:
+    operand = weights
+  call = jax.ffi.ffi_call(
+    "kdtree_jax.grouped_matmul",
+    (
+      jax.ShapeDtypeStruct((x.shape[0], features), x.dtype),
+      jax.ShapeDtypeStruct((max_chunks(x.shape[0], G, kind), CHUNK_INTS), jnp.int32),
+      jax.ShapeDtypeStruct((1,), jnp.int32),
+    ),
+    vmap_method="sequential",
+  )
+  out, *_ = call(x, operand, group_sizes.astype(jnp.int32))
+  return out[:, :N]
+
+
+def _xla(
+  x: jax.Array, weights: jax.Array | Int4Weight, group_sizes: jax.Array
+) -> jax.Array:
+  """The form for all platforms, as a ragged product."""
+  if isinstance(weights, Int4Weight):
+    weights = int4_weight.dequantize(weights, x.dtype)
 
   def product(x, weights):
     return jax.lax.ragged_dot(

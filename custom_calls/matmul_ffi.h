@@ -1,0 +1,82 @@
+// What the handlers of matrix products share: weights and dtypes as MatmulArgs has them.
+
+#ifndef KDTREE_JAX_MATMUL_FFI_H_
+#define KDTREE_JAX_MATMUL_FFI_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "ffi_support.h"
+#include "matmul.h"
+
+namespace kdtree_jax {
+
+// Reads the dtype of rows or results: bf16 or float32.
+template <typename Buffer>
+ffi::Error ReadFloat32(const char* kernel, const char* name, const Buffer& buffer,
+                       bool* is_float32) {
+  *is_float32 = buffer.element_type() == ffi::F32;
+  if (*is_float32) return ffi::Error::Success();
+  return CheckType(kernel, name, buffer, ffi::BF16);
+}
+
+// Sets the kind, the pointer and the strides of weights [groups, depth, features] for
+// rows that are float32 or not. `by_feature` is [groups, features, depth]. Tiles of int4
+// are u8 [groups, features / 16, depth / 64, 576], both rounded up.
+inline ffi::Error SetWeights(const char* kernel, const char* name,
+                             const ffi::AnyBuffer& w, int64_t groups, int64_t depth,
+                             int64_t features, bool by_feature, MatmulArgs* args) {
+  args->w = w.untyped_data();
+  args->w_by_feature = by_feature;
+  args->groups = static_cast<int>(groups);
+  args->depth = static_cast<int>(depth);
+  args->features = static_cast<int>(features);
+  if (w.element_type() == ffi::U8) {
+    args->kind = WeightKind::kInt4;
+    if (depth % kInt4GroupSize != 0) {
+      return BadArgument(kernel, std::string(name) + " has depth " +
+                                     std::to_string(depth) +
+                                     "; int4 needs a multiple of 32");
+    }
+    const int64_t rows = (features + kInt4TileRows - 1) / kInt4TileRows;
+    const int64_t slabs = (depth + kInt4TileDepth - 1) / kInt4TileDepth;
+    return CheckShapes(kernel, {{name, w, {groups, rows, slabs, kInt4TileBytes}}});
+  }
+  bool is_float32 = false;
+  if (auto e = ReadFloat32(kernel, name, w, &is_float32); e.failure()) return e;
+  args->kind = is_float32 ? WeightKind::kFloat32 : WeightKind::kBf16;
+  if (args->x_float32 && !is_float32) {
+    return BadArgument(kernel, std::string(name) +
+                                   " is bfloat16; with float32 rows it must be float32");
+  }
+  return ffi::Error::Success();
+}
+
+// Launches the kernel for the dtypes.
+inline cudaError_t LaunchMatmul(cudaStream_t stream, const MatmulArgs& args) {
+  const bool simt = args.x_float32 || args.kind == WeightKind::kFloat32;
+  return simt ? LaunchMatmulSimt(args, stream) : LaunchMatmulMma(args, stream);
+}
+
+inline int ChunkRows(const MatmulArgs& args) {
+  if (args.x_float32 || args.kind == WeightKind::kFloat32) return kChunkRowsFloat32;
+  return args.kind == WeightKind::kInt4 ? kChunkRowsInt4 : kChunkRowsBf16;
+}
+
+// What the tensor cores' kernel wants of sizes, in bf16.
+inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
+  if (args.x_float32 || args.kind == WeightKind::kFloat32) return ffi::Error::Success();
+  const bool rows = args.x_row_stride % 8 == 0 && args.x_group_stride % 8 == 0;
+  const bool weights = args.kind == WeightKind::kInt4 ||
+                       (args.w_row_stride % 8 == 0 && args.w_group_stride % 8 == 0);
+  if (args.depth % 16 == 0 && rows && weights) return ffi::Error::Success();
+  return BadArgument(kernel,
+                     "in bfloat16 the depth must be a multiple of 16, and the widths of "
+                     "rows and weights multiples of 8");
+}
+
+}  // namespace kdtree_jax
+
+#endif  // KDTREE_JAX_MATMUL_FFI_H_
