@@ -194,7 +194,7 @@ def _check(name: str, x: jax.Array, w: jax.Array, rank: int) -> None:
     raise ValueError(f"x is {x.dtype}; it must be float32 or bfloat16")
   if w.ndim != rank or w.dtype not in (x.dtype, jnp.float32) or 0 in w.shape:
     raise ValueError(
-      f"{name} must have {rank} axes, none of them empty, in {x.dtype} as x or float32; "
+      f"{name} must have {rank} axes, none empty, in {x.dtype} as x or in float32; "
       f"it is {w.dtype} {list(w.shape)}"
     )
 
