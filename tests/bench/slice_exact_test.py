@@ -9,7 +9,7 @@ import pytest
 
 from kdtree_jax.bench import kimi_slice, markdown
 from kdtree_jax.bench import slice_exact as suite
-from kdtree_jax.model import target as target_module
+from kdtree_jax.model.moe import MoE
 from kdtree_jax.model.target import Block, Target
 from tests.bench.slice_test import CONFIG
 
@@ -65,8 +65,9 @@ def test_the_same_texts_come_out(target, texts, width, batch):
 def test_a_head_that_depends_on_the_rows_is_found(target, texts, monkeypatch):
   head = Target.head
 
-  def wrong(self, hidden):
-    return head(self, hidden) * (1.0 if hidden.shape[1] == 1 else 1.001)
+  def wrong(self, hidden, implementation):
+    factor = 1.0 if hidden.shape[1] == 1 else 1.001
+    return head(self, hidden, implementation) * factor
 
   monkeypatch.setattr(Target, "head", wrong)
   product = suite.Product(**(vars(PRODUCT) | {"widths": (1, 7), "batches": (1,)}))
@@ -81,16 +82,15 @@ def test_a_head_that_depends_on_the_rows_is_found(target, texts, monkeypatch):
 
 
 def test_a_layer_that_depends_on_its_neighbours_is_named(target, texts, monkeypatch):
-  ffn = Block.ffn
+  step_ffn = Block.step_ffn
 
-  def wrong(self, h, training, *rest, **options):
-    out, routing = ffn(self, h, training, *rest, **options)
-    if routing is None:  # the dense layer, the first
-      out = out + 1e-3 * jnp.mean(h, axis=1, keepdims=True)
-    return out, routing
+  def wrong(self, h, attended, implementation):
+    h, added = step_ffn(self, h, attended, implementation)
+    if not isinstance(self.mlp, MoE):  # the dense layer, the first
+      added = added + 1e-3 * jnp.mean(h, axis=1, keepdims=True)
+    return h, added
 
-  monkeypatch.setattr(Block, "ffn", wrong)
-  assert target_module.Block.ffn is wrong
+  monkeypatch.setattr(Block, "step_ffn", wrong)
   got = suite.compare(target, PRODUCT, texts, 3, 1)
   assert got["rows"] == 18 and got["layers"][0] == 1
 
