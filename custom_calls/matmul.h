@@ -95,8 +95,8 @@ constexpr int kChunkRowsInt4 = 16;
 constexpr int kChunkRowsBf16 = 64;
 constexpr int kChunkRowsFloat32 = 64;
 
-// bf16 rows, on the tensor cores. x, w and all their rows are aligned to 16 bytes, depth
-// is a multiple of 16 (of 64 for kInt4).
+// bf16 rows, on the tensor cores. x, w and all their rows are aligned to 16 bytes, gate's
+// and up's parts of a row too; depth is a multiple of 16.
 cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream);
 
 // float32 rows, on the ordinary cores, k ascending within fixed parts of K.

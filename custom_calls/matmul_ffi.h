@@ -71,10 +71,12 @@ inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
   const bool rows = args.x_row_stride % 8 == 0 && args.x_group_stride % 8 == 0;
   const bool weights = args.kind == WeightKind::kInt4 ||
                        (args.w_row_stride % 8 == 0 && args.w_group_stride % 8 == 0);
-  if (args.depth % 16 == 0 && rows && weights) return ffi::Error::Success();
+  const bool gated =
+      !args.gated || args.kind == WeightKind::kInt4 || args.features % 16 == 0;
+  if (args.depth % 16 == 0 && rows && weights && gated) return ffi::Error::Success();
   return BadArgument(kernel,
                      "in bfloat16 the depth must be a multiple of 16, and the widths of "
-                     "rows and weights multiples of 8");
+                     "rows, weights, gate and up multiples of 8");
 }
 
 }  // namespace kdtree_jax

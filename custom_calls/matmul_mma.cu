@@ -403,10 +403,10 @@ cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream) {
   const bool int4 = args.kind == WeightKind::kInt4;
   if (args.rows == 0 || args.features == 0 || args.groups == 0) return cudaSuccess;
   if (args.x_float32 || args.kind == WeightKind::kFloat32 || args.depth == 0 ||
-      args.depth % (int4 ? kSlab : 16) != 0 || args.x_row_stride % 8 != 0 ||
+      args.depth % 16 != 0 || args.x_row_stride % 8 != 0 ||
       args.x_group_stride % 8 != 0 || !Aligned(args.x) || !Aligned(args.w) ||
       (!int4 && (args.w_row_stride % 8 != 0 || args.w_group_stride % 8 != 0)) ||
-      (args.gated && args.features % 2 != 0)) {
+      (args.gated && args.features % (int4 ? 2 : 16) != 0)) {
     return cudaErrorInvalidValue;
   }
   if (int4) {

@@ -214,9 +214,11 @@ def _product(
   if w.dtype == jnp.bfloat16:
     # The copy engine wants whole multiples; zeros behind the end change no sum.
     rows, w = _padded(rows, 1, 16), _padded(w, depth_axis, 16)
-    if not by_feature and w.shape[1] % 8:
-      gate_and_up = jnp.split(w, 2, axis=1) if gated else [w]
-      w = jnp.concatenate([_padded(part, 1, 8) for part in gate_and_up], axis=1)
+    if gated and N % 8:  # Gate's and up's columns each.
+      parts = jnp.split(w, 2, axis=feature_axis)
+      w = jnp.concatenate([_padded(p, feature_axis, 8) for p in parts], feature_axis)
+    elif not by_feature:
+      w = _padded(w, 1, 8)
   features = w.shape[feature_axis] // (2 if gated else 1)
   call = jax.ffi.ffi_call(
     "kdtree_jax.matmul",
