@@ -96,17 +96,6 @@ __device__ __forceinline__ void WarpsSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Of kernels launched with programmatic stream serialization: waits until the kernel before
-// has ended and what it wrote is seen. Returns at once in others.
-__device__ __forceinline__ void WaitForKernelBefore() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// The next kernel may be started, once all blocks have come here or ended.
-__device__ __forceinline__ void LetNextKernelStart() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 }  // namespace kdtree_jax
 
 #endif  // KDTREE_JAX_BULK_COPY_CUH_

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include "combine_experts.h"
+#include "launch_early.cuh"
 
 namespace kdtree_jax {
 namespace {
@@ -30,6 +31,7 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     CombineExpertsKernel(CombineExpertsArgs a, int token_blocks) {
   using Vector = Features<T, kWidth>;
+  WaitForKernelBefore();
   const int token = blockIdx.x / token_blocks;
   const int at = blockIdx.x % token_blocks * kThreads + threadIdx.x;
   const int vectors = a.width / kWidth;
@@ -87,6 +89,11 @@ cudaError_t LaunchElement(const CombineExpertsArgs& a, cudaStream_t stream) {
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = a.early ? 1 : 0;
   const auto kernel =
       aligned ? CombineExpertsKernel<T, kMostWidth> : CombineExpertsKernel<T, 1>;
   return cudaLaunchKernelEx(&config, kernel, a, token_blocks);

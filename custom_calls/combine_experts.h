@@ -23,6 +23,7 @@ struct CombineExpertsArgs {
   int width;  // D
   int num_experts;
   bool is_float32;  // y and out; else bf16
+  bool early;       // May be started before the kernel before has ended, see matmul.h.
 };
 
 cudaError_t LaunchCombineExperts(const CombineExpertsArgs& args, cudaStream_t stream);

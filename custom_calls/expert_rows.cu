@@ -4,6 +4,7 @@
 // result depends on which warp comes first.
 
 #include "expert_rows.h"
+#include "launch_early.cuh"
 #include "shared_memory.h"
 
 namespace kdtree_jax {
@@ -99,6 +100,7 @@ __device__ void WriteChunks(const int* starts, int* firsts, int groups,
 __global__ void __launch_bounds__(kThreads)
     ExpertRowsKernel(ExpertRowsArgs a, int warps, int run, int max_chunks) {
   extern __shared__ int memory[];
+  LetNextKernelStart();
   const int buckets = a.num_experts + 1;  // the last one of ids that are no expert's
   int* starts = memory;                   // [buckets + 1]
   int* firsts = starts + buckets + 1;     // [buckets]
@@ -160,6 +162,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     GroupChunksKernel(GroupChunksArgs a, int max_chunks) {
   extern __shared__ int memory[];
+  LetNextKernelStart();
   int* starts = memory;                 // [groups + 1]
   int* firsts = starts + a.groups + 1;  // [groups + 1]
   for (int g = threadIdx.x; g < a.groups; g += kThreads) {

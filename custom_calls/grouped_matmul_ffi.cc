@@ -6,8 +6,6 @@
 namespace kdtree_jax {
 namespace {
 
-constexpr int64_t kChunkInts = sizeof(RowChunk) / sizeof(int32_t);
-
 // Rows of x [M, K], sorted by group, times their group's of w [G, K, N] or of its tiles.
 ffi::Error GroupedMatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w,
                          ffi::BufferR1<ffi::S32> group_sizes,
@@ -33,7 +31,8 @@ ffi::Error GroupedMatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
       e.failure()) {
     return e;
   }
-  const int64_t most = MaxChunks(M, G, ChunkRows(args));
+  const int rows_per_chunk = ChunkRows(args, M);
+  const int64_t most = MaxChunks(M, G, rows_per_chunk);
   if (auto e = CheckShapes(kName, {{"out", *out, {M, N}},
                                    {"chunks", *chunks, {most, kChunkInts}},
                                    {"num_chunks", *num_chunks, {1}}});
@@ -49,7 +48,9 @@ ffi::Error GroupedMatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   args.w_group_stride = K * N;
   args.out = out->untyped_data();
   args.out_row_stride = N;
-  args.rows = args.group_rows = static_cast<int>(M);
+  args.rows = static_cast<int>(M);
+  args.group_rows = rows_per_chunk;
+  args.start = Start::kEarly;
   args.chunks = reinterpret_cast<const RowChunk*>(chunks->typed_data());
   args.num_chunks = num_chunks->typed_data();
   args.max_chunks = static_cast<int>(most);
@@ -61,7 +62,7 @@ ffi::Error GroupedMatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   groups.num_chunks = num_chunks->typed_data();
   groups.groups = static_cast<int>(G);
   groups.rows = static_cast<int>(M);
-  groups.rows_per_chunk = ChunkRows(args);
+  groups.rows_per_chunk = rows_per_chunk;
   groups.out = out->untyped_data();
   groups.out_row_bytes = N * (args.out_float32 ? 4 : 2);
   if (cudaError_t e = LaunchGroupChunks(groups, stream); e != cudaSuccess) {

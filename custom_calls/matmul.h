@@ -72,7 +72,7 @@ struct MatmulArgs {
 
   int groups;
   int rows;        // Of each group; with a list, of all groups.
-  int group_rows;  // No group has more rows.
+  int group_rows;  // No group, or no chunk of the list, has more rows.
   int depth;     // K.
   int features;  // N, gate and up together where `gated`.
 

@@ -13,6 +13,9 @@
 
 namespace kdtree_jax {
 
+// Of a chunk in a list, which is an array of int32.
+constexpr int64_t kChunkInts = sizeof(RowChunk) / sizeof(int32_t);
+
 // Reads the dtype of rows or results: bf16 or float32.
 template <typename Buffer>
 ffi::Error ReadFloat32(const char* kernel, const char* name, const Buffer& buffer,
@@ -60,9 +63,12 @@ inline cudaError_t LaunchMatmul(cudaStream_t stream, const MatmulArgs& args) {
   return simt ? LaunchMatmulSimt(args, stream) : LaunchMatmulMma(args, stream);
 }
 
-inline int ChunkRows(const MatmulArgs& args) {
+// Rows of a chunk where groups have about so many rows at most. No bit depends on it.
+inline int ChunkRows(const MatmulArgs& args, int64_t group_rows) {
   if (args.x_float32 || args.kind == WeightKind::kFloat32) return kChunkRowsFloat32;
-  return args.kind == WeightKind::kInt4 ? kChunkRowsInt4 : kChunkRowsBf16;
+  if (args.kind == WeightKind::kInt4) return group_rows <= 8 ? 8 : kChunkRowsInt4;
+  if (group_rows <= 32) return group_rows <= 16 ? 16 : 32;
+  return kChunkRowsBf16;
 }
 
 // What the tensor cores' kernel wants of sizes, in bf16.
@@ -75,8 +81,8 @@ inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
       !args.gated || args.kind == WeightKind::kInt4 || args.features % 16 == 0;
   if (args.depth % 16 == 0 && rows && weights && gated) return ffi::Error::Success();
   return BadArgument(kernel,
-                     "in bfloat16 the depth must be a multiple of 16, and the widths of "
-                     "rows, weights, gate and up multiples of 8");
+                     "x and its weights in bfloat16 must have a depth that is a multiple "
+                     "of 16; widths of rows, weights, gate and up multiples of 8");
 }
 
 }  // namespace kdtree_jax

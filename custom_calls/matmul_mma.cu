@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "bulk_copy.cuh"
+#include "launch_early.cuh"
 #include "matmul.h"
 #include "matmul_pipeline.cuh"
 #include "matmul_tiles.cuh"
@@ -313,8 +314,8 @@ cudaError_t MakeMap(const MatmulArgs& args, CUtensorMap* map) {
     const cuuint64_t rows = (features + kInt4TileRows - 1) / kInt4TileRows;
     const cuuint64_t sizes[3] = {kInt4TileBytes / 4, slabs, rows * groups};
     const cuuint64_t strides[2] = {kInt4TileBytes, slabs * kInt4TileBytes};
-    const cuuint32_t box[3] = {kInt4TileBytes / 4, Int4Tiles::kSlabs,
-                               Int4Tiles::kTileRows};
+    const cuuint32_t box[3] = {kInt4TileBytes / 4, Int4Tiles<4>::kSlabs,
+                               Int4Tiles<4>::kTileRows};
     status = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 3, const_cast<void*>(args.w),
                     sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                     CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -410,8 +411,10 @@ cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (int4) {
-    return args.group_rows <= 8 ? Launch<Int4Tiles, 8>(args, stream)
-                                : Launch<Int4Tiles, kChunkRowsInt4>(args, stream);
+    if (args.group_rows <= 8) return Launch<Int4Tiles<4>, 8>(args, stream);
+    // Where K is short, blocks begin anew often: more of them hide that.
+    return args.depth <= 4096 ? Launch<Int4Tiles<4>, kChunkRowsInt4>(args, stream)
+                              : Launch<Int4Tiles<3>, kChunkRowsInt4>(args, stream);
   }
   return args.w_by_feature ? LaunchBf16<Bf16Tiles<true>>(args, stream)
                            : LaunchBf16<Bf16Tiles<false>>(args, stream);

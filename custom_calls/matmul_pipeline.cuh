@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "bulk_copy.cuh"
+#include "launch_early.cuh"
 #include "matmul.h"
 #include "matmul_tiles.cuh"
 #include "shared_memory.h"

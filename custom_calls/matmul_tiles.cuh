@@ -150,7 +150,9 @@ struct Bf16Tiles {
   };
 };
 
-// int4: a stage is 64 features by 256 values of k, four rows of four tiles.
+// int4: a stage is 64 features by 256 values of k, four rows of four tiles. `kBlocksWanted`
+// share a multiprocessor: many with few stages each, or few with many.
+template <int kBlocksWanted>
 struct Int4Tiles {
   static constexpr int kFeatures = 64;
   static constexpr int kSlabs = 4;
@@ -158,7 +160,7 @@ struct Int4Tiles {
   static constexpr int kTileRows = kFeatures / kInt4TileRows;
   static constexpr int kBytes = kTileRows * kSlabs * kInt4TileBytes;
   template <int kRows>
-  static constexpr int kBlocks = kRows == 8 ? 4 : 3;
+  static constexpr int kBlocks = kBlocksWanted;
   // 16 bytes more than the values, so that eight rows lie in different banks.
   static constexpr int kRowBytes = kSlabs * kSlabRowBytes + 16;
   static constexpr int kArrivals = 1;

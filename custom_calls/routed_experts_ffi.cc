@@ -7,8 +7,6 @@
 namespace kdtree_jax {
 namespace {
 
-constexpr int64_t kChunkInts = sizeof(RowChunk) / sizeof(int32_t);
-
 // Tokens x [T, D] through their k experts: gate_up, SwiGLU, down, weighted sum. gate_up is
 // [E, D, 2F], [D, E, 2F] with `experts_axis` 1, or gated tiles; down [E, F, D] or tiles.
 ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
@@ -70,7 +68,7 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
       return BadArgument(kName, "gate_up and down must be int4 or have the dtype of x");
     }
   }
-  const int rows_per_chunk = ChunkRows(up);
+  const int rows_per_chunk = ChunkRows(up, T);
   const int64_t most = MaxChunks(pairs, E, rows_per_chunk);
   if (auto e = CheckShapes(kName, {{"weights", weights, {T, k}},
                                    {"experts", experts, {T, k}},
@@ -97,8 +95,9 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
 
   for (MatmulArgs* args : {&up, &back}) {
     args->rows = static_cast<int>(pairs);
-    // An expert that is named twice by a token has more rows than there are tokens.
-    args->group_rows = static_cast<int>(pairs);
+    // An expert that a token names twice may have more rows than there are tokens, but
+    // no chunk of it has.
+    args->group_rows = rows_per_chunk;
     args->chunks = rows.chunks;
     args->num_chunks = rows.num_chunks;
     args->max_chunks = static_cast<int>(most);
@@ -135,6 +134,7 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
   sum.width = static_cast<int>(D);
   sum.num_experts = static_cast<int>(E);
   sum.is_float32 = is_float32;
+  sum.early = true;
 
   cudaError_t status = LaunchExpertRows(rows, stream);
   if (status == cudaSuccess) status = LaunchMatmul(stream, up);

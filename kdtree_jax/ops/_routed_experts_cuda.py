@@ -46,7 +46,7 @@ def routed_experts_cuda(
     (
       jax.ShapeDtypeStruct((T, D), x.dtype),
       jax.ShapeDtypeStruct((2, pairs), jnp.int32),  # order, tokens
-      jax.ShapeDtypeStruct((max_chunks(pairs, E, kind), CHUNK_INTS), jnp.int32),
+      jax.ShapeDtypeStruct((max_chunks(pairs, E, kind, T), CHUNK_INTS), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),  # chunks in use
       jax.ShapeDtypeStruct((pairs, F), x.dtype),  # between the two products
       jax.ShapeDtypeStruct((pairs, D), x.dtype),  # outputs by slot

@@ -11,7 +11,6 @@ from kdtree_jax.ops.int4_weight import Int4Weight
 
 # As in custom_calls/expert_rows.h and matmul.h.
 MAX_GROUPS = 8192
-CHUNK_ROWS = {"float32": 64, "bfloat16": 64, "int4": 16}
 CHUNK_INTS = 5
 
 
@@ -78,9 +77,18 @@ def grouped_matmul(
   )
 
 
-def max_chunks(rows: int, groups: int, kind: str) -> int:
-  """Length of the list of chunks: `MaxChunks` of custom_calls/expert_rows.h."""
-  return min(rows, groups) + rows // CHUNK_ROWS[kind]
+def max_chunks(rows: int, groups: int, kind: str, group_rows: int) -> int:
+  """Length of the list of chunks: `MaxChunks` of custom_calls/expert_rows.h.
+
+  Args:
+    rows: of all groups.
+    groups: how many.
+    kind: of the product, "float32", "bfloat16" or "int4" (with bf16 rows).
+    group_rows: that a group has at most, or about; `ChunkRows` of matmul_ffi.h.
+  """
+  sizes = {"float32": (64,), "bfloat16": (16, 32, 64), "int4": (8, 16)}[kind]
+  chunk = next((size for size in sizes if group_rows <= size), sizes[-1])
+  return min(rows, groups) + rows // chunk
 
 
 def _cuda(
@@ -101,11 +109,12 @@ def _cuda(
     features = N + pad_n
   else:
     operand = weights
+  M = x.shape[0]
   call = jax.ffi.ffi_call(
     "kdtree_jax.grouped_matmul",
     (
-      jax.ShapeDtypeStruct((x.shape[0], features), x.dtype),
-      jax.ShapeDtypeStruct((max_chunks(x.shape[0], G, kind), CHUNK_INTS), jnp.int32),
+      jax.ShapeDtypeStruct((M, features), x.dtype),
+      jax.ShapeDtypeStruct((max_chunks(M, G, kind, M), CHUNK_INTS), jnp.int32),
       jax.ShapeDtypeStruct((1,), jnp.int32),
     ),
     vmap_method="sequential",
