@@ -20,7 +20,8 @@ from kdtree_jax import ops
 from kdtree_jax.decoding import emit
 from kdtree_jax.decoding.state import DecodeState, Limits
 from kdtree_jax.model.cache import LatentCache
-from kdtree_jax.ops import _implementation, _library
+from kdtree_jax.ops import _implementation, _library, int4_weight
+from kdtree_jax.ops.int4_weight import Int4Weight
 from kdtree_jax.ops.rope import RopeFrequencies, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.tree import Tree
@@ -41,12 +42,16 @@ OPERANDS = {
   "compact": "cache tree_keys path length start",
   "emit": f"{STATE} token_ids choices path length bonus log_probs lengths stop_tokens "
   "capacity",
+  "grouped_matmul": "x w group_sizes",
+  "head_matmul": "x w",
   "log_softmax_topk": "logits",
+  "matmul": "x w",
   "rms_norm": "x weight",
   "rope": "x positions cos sin",
   "rope_keys": "kv weight positions cos sin",
   "rope_queries": "absorbed q positions cos sin",
   "route": "logits bias",
+  "routed_experts": "x experts weights gate_up down",
   "token_log_probs": "logits tokens path",
   "tree_attention": "q cache tree_keys ancestors depths lengths",
   "tree_from_table": "table table_tokens root_tokens limit max_depth",
@@ -59,16 +64,22 @@ RESULTS = {
   "build_tree": f"{TREE} table table_tokens workspace",
   "compact": "new_cache",
   "emit": f"{STATE} committed new_lengths kept path_tokens",
+  "grouped_matmul": "out chunks num_chunks",
+  "head_matmul": "out",
   "log_softmax_topk": "table table_tokens workspace",
+  "matmul": "out",
   "rms_norm": "out",
   "rope": "out",
   "rope_keys": "out",
   "rope_queries": "out",
   "route": "experts weights scores",
+  "routed_experts": "out order chunks num_chunks inner outputs",
   "token_log_probs": "log_probs",
   "tree_attention": "out accumulators maxima sums",
   "tree_from_table": TREE,
 }
+# How many kernels a handler launches, where it is not one.
+LAUNCHES = {"grouped_matmul": 2, "routed_experts": 4}
 # A program's first call raises JaxRuntimeError, later ones ValueError.
 ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
@@ -115,7 +126,7 @@ class Call:
     except ERRORS as error:
       assert launches() == before
       return str(error)
-    assert launches() == before + 1
+    assert launches() == before + LAUNCHES.get(self.op, 1)
     return ""
 
 
@@ -159,6 +170,9 @@ def floats(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
   return jnp.zeros(shape, dtype)
 
 
+CUDA: dict[str, Any] = {"implementation": "cuda"}
+
+
 # B = 3, N = 5; other sizes all differ, so that none passes for another.
 def tree() -> Tree:
   return Tree(ints(3, 5), ints(3, 5), ints(3, 5), floats(3, 5), ints(3))
@@ -179,6 +193,28 @@ def attention(dtype: Any, **chosen: Any) -> Callable[[], Any]:
   )
 
 
+def tiles(G: int, K: int, N: int, gated: bool = False) -> Int4Weight:
+  shape = int4_weight.tiles_shape(G, K, N, gated)
+  return Int4Weight(jnp.zeros(shape, jnp.uint8), K, N, gated)
+
+
+def experts(dtype: Any, axis: int = 0, int4: bool = False) -> Callable[[], Any]:
+  """Five tokens of two experts each, of three."""
+  D, F, E = (64, 32, 3) if int4 else (48, 16, 3)
+  gate_up: Any = floats(*((D, E) if axis else (E, D)), 2 * F, dtype=dtype)
+  kernels = gate_up, floats(E, F, D, dtype=dtype)
+  if int4:
+    kernels = tiles(E, D, 2 * F, gated=True), tiles(E, F, D)
+  return lambda: ops.routed_experts(
+    floats(5, D, dtype=dtype),
+    ints(5, 2),
+    floats(5, 2),
+    *kernels,
+    experts_axis=axis,
+    **CUDA,
+  )
+
+
 def append() -> Any:
   cache = LatentCache(floats(1, 3, 8, 4), ints(3))
   state = DecodeState.empty(cache, (), 9, 16, keep_logits=False)
@@ -191,7 +227,6 @@ def append() -> Any:
 FREQUENCIES = RopeFrequencies.create(8, 10000.0, None)
 COS, SIN = rope_table(8, 40, 10000.0, None)
 ROTATE: dict[str, Any] = {"interleave": True, "implementation": "cuda"}
-CUDA: dict[str, Any] = {"implementation": "cuda"}
 bf16 = jnp.bfloat16
 
 # Each wrapper, in each way that changes the kinds of what it passes.
@@ -218,9 +253,42 @@ CASES: dict[str, Callable[[], Any]] = {
     floats(2, 3, 8, 6), floats(2, 3, 5, 6), ints(3, 4), ints(3), ints(3), **CUDA
   ),
   "emit": append,
+  "grouped_matmul": lambda: ops.grouped_matmul(
+    floats(70, 12), floats(3, 12, 7), ints(3), **CUDA
+  ),
+  "grouped_matmul bf16": lambda: ops.grouped_matmul(
+    floats(70, 32, dtype=bf16), floats(3, 32, 8, dtype=bf16), ints(3), **CUDA
+  ),
+  "grouped_matmul bf16 int4": lambda: ops.grouped_matmul(
+    floats(70, 64, dtype=bf16), tiles(3, 64, 48), ints(3), **CUDA
+  ),
+  "grouped_matmul int4": lambda: ops.grouped_matmul(
+    floats(70, 64), tiles(3, 64, 48), ints(3), **CUDA
+  ),
+  "head_matmul": lambda: ops.head_matmul(floats(5, 3, 10), floats(3, 10, 7), **CUDA),
+  "head_matmul bf16": lambda: ops.head_matmul(
+    floats(5, 3, 16, dtype=bf16), floats(3, 16, 8, dtype=bf16), **CUDA
+  ),
   "log_softmax_topk": lambda: ops.log_softmax_topk(floats(3, 4, 50), 7, **CUDA),
   "log_softmax_topk bf16": lambda: ops.log_softmax_topk(
     floats(3, 4, 50, dtype=bf16), 7, **CUDA
+  ),
+  "matmul": lambda: ops.matmul(floats(5, 12), floats(12, 7), **CUDA),
+  "matmul bf16": lambda: ops.matmul(
+    floats(5, 16, dtype=bf16), floats(16, 8, dtype=bf16), **CUDA
+  ),
+  "matmul by feature": lambda: ops.matmul(
+    floats(5, 16, dtype=bf16),
+    floats(7, 16, dtype=bf16),
+    by_feature=True,
+    out_dtype=jnp.float32,
+    **CUDA,
+  ),
+  "matmul gated": lambda: ops.gated_matmul(
+    floats(5, 16, dtype=bf16), floats(16, 24, dtype=bf16), **CUDA
+  ),
+  "matmul mixed": lambda: ops.matmul(
+    floats(5, 12, dtype=bf16), floats(12, 7), out_dtype=jnp.float32, **CUDA
   ),
   "rms_norm": lambda: ops.rms_norm(floats(3, 5, 12), floats(12), 1e-6, **CUDA),
   "rms_norm bf16": lambda: ops.rms_norm(
@@ -264,6 +332,11 @@ CASES: dict[str, Callable[[], Any]] = {
   "route bias": lambda: ops.route(
     floats(5, 12), floats(12), k=3, scoring="sigmoid", n_group=4, topk_group=2, **CUDA
   ),
+  "routed_experts": experts(jnp.float32),
+  "routed_experts bf16": experts(bf16),
+  "routed_experts bf16 one axis": experts(bf16, axis=1),
+  "routed_experts bf16 int4": experts(bf16, int4=True),
+  "routed_experts int4": experts(jnp.float32, int4=True),
   "token_log_probs": lambda: ops.token_log_probs(
     floats(3, 5, 11), ints(3, 5), ints(3, 4), **CUDA
   ),
@@ -277,7 +350,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 @functools.cache
 def recorded(case: str) -> Call:
-  """Runs a wrapper on the CPU, which must launch once; returns what it passed."""
+  """Runs a wrapper on the CPU, up to the launches; returns what it passed."""
   library()
   found: list[Call] = []
   real = jax.ffi.ffi_call
@@ -304,7 +377,7 @@ def recorded(case: str) -> Call:
     patch.setattr(_implementation, "dispatch", dispatch)
     before = launches()
     jax.block_until_ready(CASES[case]())
-  assert launches() == before + 1
   (call,) = found
+  assert launches() == before + LAUNCHES.get(call.op, 1)
   assert call.op == case.split()[0]
   return call

@@ -22,10 +22,13 @@ struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
 #include "build_tree_ffi.cc"
 #include "compact_ffi.cc"
 #include "emit_ffi.cc"
+#include "grouped_matmul_ffi.cc"
+#include "matmul_ffi.cc"
 #include "rms_norm_ffi.cc"
 #include "rope_ffi.cc"
 #include "rope_keys_ffi.cc"
 #include "route_ffi.cc"
+#include "routed_experts_ffi.cc"
 #include "token_log_probs_ffi.cc"
 #include "tree_ancestors_ffi.cc"
 #include "tree_attention_ffi.cc"
@@ -33,6 +36,7 @@ struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
 extern "C" {
 
 int kdt_launches = 0;
+int kdt_mma_products = 0;  // launches of LaunchMatmulMma
 int kdt_mma_supports = 0;  // what TreeAttentionMmaSupports says
 int kdt_status = cudaSuccess;  // what the launchers return
 
@@ -58,7 +62,17 @@ cudaError_t LaunchBuildTree(cudaStream_t, const CandidateArgs&, const TreeArgs&)
   return Launch();
 }
 cudaError_t LaunchCompact(cudaStream_t, const CompactArgs&) { return Launch(); }
+cudaError_t LaunchCombineExperts(const CombineExpertsArgs&, cudaStream_t) {
+  return Launch();
+}
 cudaError_t LaunchEmit(cudaStream_t, const EmitArgs&) { return Launch(); }
+cudaError_t LaunchExpertRows(const ExpertRowsArgs&, cudaStream_t) { return Launch(); }
+cudaError_t LaunchGroupChunks(const GroupChunksArgs&, cudaStream_t) { return Launch(); }
+cudaError_t LaunchMatmulMma(const MatmulArgs&, cudaStream_t) {
+  ++kdt_mma_products;
+  return Launch();
+}
+cudaError_t LaunchMatmulSimt(const MatmulArgs&, cudaStream_t) { return Launch(); }
 cudaError_t LaunchRmsNorm(cudaStream_t, const RmsNormArgs&) { return Launch(); }
 cudaError_t LaunchRope(cudaStream_t, const RopeArgs&) { return Launch(); }
 cudaError_t LaunchRopeKeys(cudaStream_t, const RopeKeysArgs&) { return Launch(); }

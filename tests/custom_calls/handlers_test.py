@@ -29,14 +29,16 @@ from tests.custom_calls.handler_calls import (
   recorded,
 )
 
-# Sizes that no other array has, so that one more is right as well.
-FREE = {
+# Sizes that no other array has, so that one more is right as well; by case or by op.
+FREE: dict[str, set[tuple[str, int]]] = {
   "accept_tree": {("path", 1)},
   "ancestors": {("ancestors", 2)},
   "best_token": {("logits", 1)},
   "build_tree": {("logits", 1), ("logits", 2), ("workspace", 0)},
   "compact": {("tree_keys", 2), ("path", 1)},
   "emit": {("stop_tokens", 0)},
+  "head_matmul": {("x", 2)},
+  "head_matmul bf16": set(),  # In bfloat16 widths are whole multiples.
   "log_softmax_topk": {("logits", 1), ("logits", 2), ("workspace", 0)},
   "token_log_probs": {("logits", 2)},
   "tree_attention": {("cache", 0), ("cache", 2), ("ancestors", 2)},
@@ -50,12 +52,16 @@ LEADING = {
   "build_tree": {"logits", "table", "token_ids"},
   "compact": {"cache", "path"},
   "emit": {"token_ids", "path", "tokens"},
+  "grouped_matmul": {"x", "w", "group_sizes", "out"},
+  "head_matmul": {"x", "w"},
   "log_softmax_topk": {"logits", "table"},
+  "matmul": {"x", "w"},
   "rms_norm": {"x"},
   "rope": {"x", "cos"},
   "rope_keys": {"kv", "weight", "cos"},
   "rope_queries": {"q", "absorbed", "cos"},
   "route": {"logits", "experts"},
+  "routed_experts": {"x", "experts", "gate_up", "inner"},
   "token_log_probs": {"logits", "path"},
   "tree_attention": {"q", "out", "maxima"},
   "tree_from_table": {"table", "token_ids"},
@@ -91,7 +97,7 @@ def test_every_target_has_a_wrapper_here() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_each_size_is_checked(case: str) -> None:
   call = recorded(case)
-  free = FREE.get(call.op, set())
+  free = FREE.get(case, FREE.get(call.op, set()))
   for kind, i, name in call.buffers():
     array = getattr(call, kind)[i]
     for axis in range(array.ndim):
@@ -260,6 +266,29 @@ def batch(B: int) -> dict[str, dict[int, int]]:
       "33 slots of 40",
     ),
     ("route", {k: {1: 1024} for k in ("logits", "scores")}, ""),
+    ("matmul bf16", {"x": {1: 24}, "w": {0: 24}}, "x and its weights in bfloat16"),
+    ("matmul bf16", {"w": {1: 12}, "out": {1: 12}}, "x and its weights in bfloat16"),
+    ("matmul gated", {"w": {1: 8}, "out": {1: 4}}, "gate and up multiples of 8"),
+    ("matmul gated", {"w": {1: 33}}, "w has an odd number of features"),
+    ("head_matmul", {"x": {2: 9}}, "x has 9 columns; w needs 10"),
+    ("head_matmul bf16", {"x": {2: 20}}, "x and its weights in bfloat16"),
+    ("grouped_matmul", {"group_sizes": {0: 8193}}, "w has 8193 groups; 8192 are all"),
+    (
+      "grouped_matmul bf16",
+      {"w": {2: 4}, "out": {1: 4}},
+      "x and its weights in bfloat16",
+    ),
+    ("grouped_matmul int4", {"x": {1: 80}}, "w has depth 80; int4 needs a multiple"),
+    ("grouped_matmul int4", {"x": {1: 128}}, r"w has shape .* \[3, 3, 2, 576\]"),
+    ("grouped_matmul int4", {"out": {1: 49}}, r"w has shape .* \[3, 4, 1, 576\]"),
+    ("routed_experts", {"gate_up": {0: 8193}}, "there are 8193 experts and 2 slots"),
+    ("routed_experts", {"experts": {1: 0}}, "there are 3 experts and 0 slots"),
+    ("routed_experts int4", {"x": {1: 80}}, "gate_up has depth 80; int4 needs"),
+    (
+      "routed_experts bf16",
+      {"inner": {1: 8}, "gate_up": {2: 16}, "down": {1: 8}},
+      "x and its weights in bfloat16",
+    ),
     ("token_log_probs", {"logits": {2: 0}}, "logits must have a row and a token"),
     (
       "tree_attention",
@@ -281,7 +310,44 @@ def test_sizes_out_of_range_are_refused(case, sizes, says) -> None:
   if not says:
     assert not error
   else:
-    assert re.search(f"^INVALID_ARGUMENT: kdtree_jax.{case}: .*{says}", error), error
+    name = case.split()[0]
+    assert re.search(f"^INVALID_ARGUMENT: kdtree_jax.{name}: .*{says}", error), error
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "matmul" in case])
+def test_float32_takes_another_kernel(case: str) -> None:
+  """And so do bfloat16 rows with float32 weights: the tensor cores would round."""
+  before = number("kdt_mma_products").value
+  call = recorded(case)
+  assert call.error() == ""
+  wide = any(x.dtype == jnp.float32 for x in call.operands)
+  assert (number("kdt_mma_products").value == before) is wide
+
+
+@pytest.mark.parametrize("op", ["matmul", "head_matmul", "grouped_matmul"])
+def test_rows_in_float32_need_weights_in_float32(op: str) -> None:
+  """Weights in bfloat16 are for the tensor cores alone."""
+  call = recorded(f"{op} bf16")
+  error = call.changed("operands", 0, call.operands[0].shape, jnp.float32).error()
+  assert f"kdtree_jax.{op}: w is bfloat16; with float32 rows it must be" in error
+
+
+def test_tiles_are_of_grouped_weights_alone() -> None:
+  call = recorded("matmul bf16")
+  error = call.changed("operands", 1, call.operands[1].shape, jnp.uint8).error()
+  assert "kdtree_jax.matmul: w has " in error and "int4" in error
+
+
+def test_experts_have_one_dtype() -> None:
+  """All of x, or both of their weights int4."""
+  call = recorded("routed_experts bf16")
+  for change in ("x", "both"):
+    changed = call
+    for i in [0] if change == "x" else [3, 4]:
+      shape = call.operands[i].shape
+      changed = changed.changed("operands", i, shape, jnp.float32)
+    error = changed.error()
+    assert re.search("kdtree_jax.routed_experts: .*(dtype|bfloat16)", error), error
 
 
 def test_more_positions_than_an_int_holds_are_refused() -> None:
