@@ -87,7 +87,7 @@ def test_any_number_of_rows_gives_the_bits_of_a_row_alone(width, dtype):
 def test_what_is_not_finite_stays_in_its_row(dtype):
   rng = np.random.default_rng(6)
   width = 300
-  h, out = (draw(rng, 8, width, dtype=dtype) for _ in range(2))
+  h, out = (np.array(draw(rng, 8, width, dtype=dtype)) for _ in range(2))
   weight = np.ones(width, h.dtype)
   run = jax.jit(both)
   before = jax.device_get(jax.tree.leaves(run(h, out, weight)))
