@@ -37,7 +37,7 @@ def sums(
   """`x @ w` in float64, and what a sum in fp32 may differ by.
 
   A sum of K terms in fp32, in any order, is wrong by less than K 2^-23 of the sum of
-  their sizes: twice the unit roundoff, as tensor cores cut bits off instead of rounding.
+  their sizes: twice the unit roundoff, since tensor cores cut bits off.
 
   Args:
     x: [..., K], and `slack` what it may differ by itself.
