@@ -32,6 +32,14 @@ CAPTURED_LOOP_OPTIONS: Mapping[str, str | bool] = types.MappingProxyType(
   }
 )
 
+# The same, for the loop of rounds. What does not wait for another's result runs beside
+# it: a layer's shared experts beside its routed ones, the projections of queries beside
+# those of keys. (One row through 4 layers of Kimi's width on an H200: 1,591 us instead
+# of 1,693.)
+DECODE_LOOP_OPTIONS: Mapping[str, str | bool] = types.MappingProxyType(
+  {**CAPTURED_LOOP_OPTIONS, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+)
+
 _VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
 
 

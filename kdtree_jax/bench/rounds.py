@@ -20,7 +20,7 @@ from kdtree_jax.decoding.emit import Accepted, append
 from kdtree_jax.decoding.rounds import Program, run_rounds, verify_step
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.state import DecodeState, Limits
-from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
+from kdtree_jax.environment import DECODE_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache, round_up
 from kdtree_jax.model.target import Target
 from kdtree_jax.ops.accept_tree import accept_tree
@@ -139,7 +139,7 @@ class Rounds:
     self.captured = config.capture_loop and on_gpu
     self._options: dict[str, Any] = {
       **(modules.SAME_SUMS_OPTIONS if on_gpu else {}),
-      **(CAPTURED_LOOP_OPTIONS if self.captured else {}),
+      **(DECODE_LOOP_OPTIONS if self.captured else {}),
     }
     self._sampler = Sampler.create(config.temperature, config.top_p, config.seed)
     self._limits = Limits(

@@ -25,6 +25,8 @@ from kdtree_jax.ops.ancestors import ancestors
 from kdtree_jax.ops.tree_attention import tree_attention
 from kdtree_jax.tree import Tree
 
+# Calls of a chain in one program, about.
+MOST_CALLS = 40
 MOST_LAYERS = 4  # calls of a chain
 
 
@@ -145,12 +147,15 @@ class LayerParts:
   ) -> float:
     """Microseconds of one call of `part(arrays, *shared, layer's inputs)`."""
     inputs = inputs[:MOST_LAYERS]
+    calls = max(2, len(inputs))
     chain = Chain(
       part,
       inputs,
-      calls=max(2, len(inputs)),
+      calls=calls,
       link=_link,
       shared=(self._arrays, *shared),
+      # So that the device, not the host that starts programs, sets the pace.
+      repeats=-(-MOST_CALLS // calls),
     )
     effort = self._effort
     return measure({"": chain}, runs=effort.runs, seconds=effort.seconds)[""].us

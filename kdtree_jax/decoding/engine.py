@@ -19,7 +19,7 @@ from kdtree_jax.decoding.rounds import Program, run_rounds
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.settings import Settings
 from kdtree_jax.decoding.state import DecodeState, Limits, RoundTrace
-from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
+from kdtree_jax.environment import DECODE_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.model.target import Target
 
@@ -150,7 +150,7 @@ class Engine:
     """Of the compiler, for the loop of rounds."""
     on_gpu = all(d.platform == "gpu" for d in self._state.root.devices())
     wanted = self._settings.config.capture_loop and on_gpu
-    return CAPTURED_LOOP_OPTIONS if wanted else None
+    return DECODE_LOOP_OPTIONS if wanted else None
 
   def _admit(self, prompts, sequence_ids, admitted: dict[int, int], slots) -> None:
     """Prefills the admitted prompts together and takes their first tokens."""

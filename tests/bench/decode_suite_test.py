@@ -23,7 +23,7 @@ from kdtree_jax.bench.rounds import (
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.decoding import modules
 from kdtree_jax.decoding.rounds import one_round
-from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
+from kdtree_jax.environment import DECODE_LOOP_OPTIONS
 from kdtree_jax.ops import _implementation
 from tests.decoding import models
 
@@ -71,7 +71,7 @@ def test_captured_is_what_was_done(measured):
   for asked in (True, False):
     timed = Rounds(start, DecodeConfig(capture_loop=asked), EFFORT)
     assert timed.captured == (asked and on_gpu)
-    assert (timed._options.items() >= CAPTURED_LOOP_OPTIONS.items()) == timed.captured
+    assert (timed._options.items() >= DECODE_LOOP_OPTIONS.items()) == timed.captured
     assert (timed._options.items() >= modules.SAME_SUMS_OPTIONS.items()) == on_gpu
 
 

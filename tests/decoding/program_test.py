@@ -22,7 +22,7 @@ from kdtree_jax.decoding.prefill import PrefillState, prefill_chunk
 from kdtree_jax.decoding.rounds import OPS, Program, run_rounds
 from kdtree_jax.decoding.sampling import Sampler
 from kdtree_jax.decoding.state import DecodeState, Limits
-from kdtree_jax.environment import CAPTURED_LOOP_OPTIONS
+from kdtree_jax.environment import DECODE_LOOP_OPTIONS
 from kdtree_jax.model.cache import LatentCache
 from kdtree_jax.ops import _implementation
 from tests.decoding.models import (
@@ -254,7 +254,7 @@ def test_a_program_is_compiled_once():
 def test_options_reach_the_compiler():
   """Those of a captured loop are known to this compiler, and an unknown one is not."""
   args = (jnp.ones(3), jnp.ones(3))
-  run = modules.compiled("", jnp.add, (), args, 0, None, CAPTURED_LOOP_OPTIONS)
+  run = modules.compiled("", jnp.add, (), args, 0, None, DECODE_LOOP_OPTIONS)
   assert run(*args).tolist() == [2, 2, 2]
   args = (jnp.ones(4), jnp.ones(4))
   with pytest.raises(Exception, match="xla_no_such_option"):
