@@ -14,6 +14,9 @@ from kdtree_jax import ops, reference
 from kdtree_jax.checkpoint import quantize
 from kdtree_jax.ops import _routed_experts_xla as xla
 from kdtree_jax.ops import int4_weight
+from kdtree_jax.ops.grouped_matmul import max_chunks
+from tests.ops.custom_calls import cuda_text, need_library
+from tests.ops.matmul_test import call_in
 
 BF16 = ml_dtypes.bfloat16
 
@@ -240,3 +243,96 @@ def test_bad_arguments_are_named(changes, message):
   kernels = [arguments.pop(name) for name in ("gate_up", "down")]
   with pytest.raises(ValueError, match=message):
     ops.routed_experts(*rows, *kernels, **arguments)
+
+
+def test_vmap_is_one_by_one():
+  gate_up, down = weights_of(9, 48, 20)
+  x, experts, weights = rows_of(10, 48, 9, 3)
+  halves = [a.reshape(2, 5, *a.shape[1:]) for a in (x, experts, weights)]
+  batch = [np.stack([kernel, -kernel]) for kernel in (gate_up, down)]
+  got = jax.jit(jax.vmap(ops.routed_experts))(*halves, *batch)
+  for i, sign in enumerate((1, -1)):
+    own = [a[i] for a in halves]
+    want = jitted()(*own, sign * gate_up, sign * down)
+    np.testing.assert_allclose(got[i], want, atol=4e-6)
+
+
+def test_gradients_of_all_that_is_floating():
+  """Against differences of the reference in float64."""
+  E, D, F, k = 3, 8, 4, 2
+  gate_up, down = weights_of(E, D, F)
+  x, experts, weights = rows_of(5, D, E, k)
+  seed = np.random.default_rng(7).normal(size=(5, D))
+  floating = (x, weights, gate_up, down)
+
+  def loss(x, weights, gate_up, down):
+    return jnp.sum(ops.routed_experts(x, experts, weights, gate_up, down) * seed)
+
+  def exact(x, weights, gate_up, down):
+    return np.sum(reference.routed_experts(x, experts, weights, gate_up, down) * seed)
+
+  grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*floating)
+  rng = np.random.default_rng(8)
+  for i, grad in enumerate(grads):
+    wide = [a.astype(np.float64) for a in floating]
+    along = rng.normal(size=wide[i].shape) * 1e-4
+    up, down_ = (
+      [*wide[:i], wide[i] + sign * along, *wide[i + 1 :]] for sign in (1, -1)
+    )
+    slope = (exact(*up) - exact(*down_)) / 2e-4
+    # Sums of some 300 terms of size 1, in float32.
+    assert np.sum(grad * along) * 1e4 == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("kind", "axis"), [("f32", 0), ("f32", 1), ("bf16", 0), ("bf16", 1), ("int4", 0)]
+)
+def test_programs_for_cuda(kind, axis):
+  E, D, F, k, T = 5, 64, 32, 2, 7
+  dtype, element = (np.float32, "f32") if kind == "f32" else (BF16, "bf16")
+  if kind == "int4":
+    kernels = int4_of(E, D, F)
+    weights = "<5x4x1x576xui8>, <5x4x1x576xui8>"
+  else:
+    kernels = [w.astype(dtype) for w in weights_of(E, D, F)]
+    kernels[0] = np.moveaxis(kernels[0], 0, axis)
+    first = "64x5x64" if axis else "5x64x64"
+    weights = f"<{first}x{element}>, <5x32x64x{element}>"
+  x, experts, slots = rows_of(T, D, E, k, dtype)
+
+  def run(*arguments):
+    return ops.routed_experts(*arguments, experts_axis=axis)
+
+  text = cuda_text(run, x, experts, slots, *kernels)
+  target, attributes, types = call_in(text)
+  assert (target, attributes) == ("routed_experts", {"experts_axis": axis})
+  given, results = types.split(" -> ")
+  assert given == f"(<7x64x{element}>, <7x2xi32>, <7x2xf32>, {weights})"
+  name = {"f32": "float32", "bf16": "bfloat16"}.get(kind, kind)
+  chunks = max_chunks(T * k, E, name, T)
+  assert results == (
+    f"(<7x64x{element}>, <2x14xi32>, <{chunks}x5xi32>, <1xi32>, "
+    f"<14x32x{element}>, <14x64x{element}>)"
+  )
+  for form in ("pad", "slice", "gather", "sort", "dot_general", "while", "convert"):
+    assert f"stablehlo.{form}" not in text
+
+
+@pytest.mark.parametrize(
+  ("E", "D", "F", "dtype", "says"),
+  [
+    (3, 24, 16, BF16, r"down is \[E, 16, 24\]; in bfloat16 both sizes .* of 16"),
+    (3, 32, 24, BF16, r"down is \[E, 24, 32\]; in bfloat16"),
+    (8193, 1, 1, np.float32, "down has 8193 experts; at most 8192"),
+  ],
+)
+def test_what_cuda_does_not_take(E, D, F, dtype, says):
+  """Forced, an error that says so; else it has the XLA form."""
+  need_library()
+  x, experts, weights = rows_of(3, D, 4, 2, dtype)
+  kernels = np.zeros((E, D, 2 * F), dtype), np.zeros((E, F, D), dtype)
+  says = f"implementation='cuda' of routed_experts: {says}"
+  with pytest.raises(ValueError, match=says):
+    ops.routed_experts(x, experts, weights, *kernels, implementation="cuda")
+  text = cuda_text(ops.routed_experts, x, experts, weights, *kernels)
+  assert "custom_call @kdtree_jax" not in text

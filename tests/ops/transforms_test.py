@@ -103,7 +103,13 @@ def cases() -> dict[str, Case]:
       ops.compact, (floats(2, B, 9, 5), floats(2, B, N, 5), path, length, start)
     ),
     "emit": Case(emit, (accepted.token_ids, accepted.log_probs)),
+    "gated_matmul": Case(ops.gated_matmul, (floats(B, N, P), floats(P, 6))),
+    "grouped_matmul": Case(
+      ops.grouped_matmul, (floats(5, P), floats(3, P, 6), jnp.array([2, 0, 3]))
+    ),
+    "head_matmul": Case(ops.head_matmul, (floats(B, N, 3, P), floats(3, P, 6))),
     "log_softmax_topk": Case(functools.partial(ops.log_softmax_topk, k=4), (logits,)),
+    "matmul": Case(ops.matmul, (floats(B, N, P), floats(P, 6))),
     "rms_norm": Case(
       functools.partial(ops.rms_norm, eps=1e-6),
       (floats(B, N, P), floats(P)),
@@ -125,6 +131,16 @@ def cases() -> dict[str, Case]:
         ops.route, k=3, scoring="sigmoid", n_group=4, topk_group=2, scaling=0.5
       ),
       (floats(B, P), floats(P)),
+    ),
+    "routed_experts": Case(
+      ops.routed_experts,
+      (
+        floats(5, P),
+        jnp.asarray(rng.integers(0, 3, (5, 2)), jnp.int32),
+        floats(5, 2),
+        floats(3, P, 12),
+        floats(3, 6, P),
+      ),
     ),
     "token_log_probs": Case(ops.token_log_probs, (floats(B, N, V), choices, path)),
     "tree_attention": Case(
@@ -220,7 +236,9 @@ def test_vmap(name: str):
     return jax.vmap(lambda *args: run(*args))
 
   same(jax.jit(mapped("xla"))(*batch), jax.jit(mapped("auto"))(*batch))
-  target = f"@kdtree_jax.{name.split(',')[0]}".replace("chain_tree", "build_tree")
+  op = name.split(",")[0]
+  op = {"chain_tree": "build_tree", "gated_matmul": "matmul"}.get(op, op)
+  target = f"@kdtree_jax.{op}"
   text = cuda_text(mapped("auto"), *batch)
   assert text.count(target + "(") == 1 and "stablehlo.while" in text  # One by one.
   if name == "rope_queries":  # Still with the heads outermost, within each.
