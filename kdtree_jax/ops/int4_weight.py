@@ -27,6 +27,10 @@ TILE_DEPTH = 64  # Input features of a tile.
 TILE_BYTES = 576
 GROUP_SIZE = 32  # Input features that share a scale.
 
+# Nonzero scales of which every weight is a bfloat16 in the units of the CUDA kernels,
+# see Int4Tiles of custom_calls/matmul_tiles.cuh.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-78, 2.0**42
+
 _NIBBLE_BYTES = 512
 _ZEROS = 0x88  # Two nibbles of value 0.
 
@@ -111,8 +115,8 @@ def pack(tensor: Int4Tensor, gated: bool = False) -> Int4Weight:
     The weight, with its tiles in numpy.
 
   Raises:
-    ValueError: another rank or group size, K not a multiple of 32, scales that are not
-      finite or so large that a weight would not be.
+    ValueError: another rank or group size, K not a multiple of 32, scales that are
+      neither 0 nor between 2^-78 and 2^42 in size.
   """
   if len(tensor.shape) != 3:
     raise ValueError(f"tensor must be [G, N, K]; its shape is {list(tensor.shape)}")
@@ -128,7 +132,7 @@ def pack_tiles(packed: Any, scales: Any, gated: bool = False) -> Any:
 
   Args:
     packed: u8 [N, K / 2] nibbles of value + 8, the low one first.
-    scales: bf16 [N, K / 32]. JAX's are not looked at; they must be finite.
+    scales: bf16 [N, K / 32]. 0 or between 2^-78 and 2^42 in size; JAX's are not looked at.
     gated: see `Int4Weight`.
 
   Returns:
@@ -283,10 +287,14 @@ def _check_scales(scales: Any, shape: tuple[int, ...]) -> None:
     raise ValueError(f"scales must be bfloat16; they are {scales.dtype}")
   if isinstance(scales, jax.Array):
     return
+  sizes = np.abs(scales.astype(np.float32))
   # Written so that NaN fails as well.
-  largest = np.finfo(np.float32).max / 8
-  if not (np.abs(scales.astype(np.float32)) <= largest).all():
-    raise ValueError("scales hold NaN, infinite or too large values")
+  fits = (sizes == 0) | ((sizes >= SMALLEST_SCALE) & (sizes <= LARGEST_SCALE))
+  if not fits.all():
+    worst = scales[tuple(np.argwhere(~fits)[0])]
+    raise ValueError(
+      f"scales hold {worst}; they must be 0 or between 2^-78 and 2^42 in size"
+    )
 
 
 def _bits(scales: Any) -> Any:

@@ -212,12 +212,20 @@ def test_bad_tensors(tensor, gated, message):
     int4_weight.pack(tensor, gated)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_scales_must_be_finite(bad):
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, 2.0**43, 2.0**-79])
+def test_scales_must_be_of_a_size(bad):
   tensor = random_tensor(2, 4, 64)
   tensor.scales[1, 3, 1] = bad
-  with pytest.raises(ValueError, match="scales hold NaN, infinite or too large"):
+  with pytest.raises(ValueError, match=r"scales hold .* 0 or between 2\^-78 and 2\^42"):
     int4_weight.pack(tensor)
+
+
+@pytest.mark.parametrize("good", [0.0, 2.0**42, -(2.0**-78)])
+def test_scales_at_the_limits(good):
+  tensor = random_tensor(2, 4, 64)
+  tensor.scales[1, 3, 1] = good
+  _, scales = int4_weight.unpack(int4_weight.pack(tensor))
+  assert scales[1, 3, 1] == good
 
 
 def test_bad_arrays_of_one_group():
