@@ -132,7 +132,8 @@ def pack_tiles(packed: Any, scales: Any, gated: bool = False) -> Any:
 
   Args:
     packed: u8 [N, K / 2] nibbles of value + 8, the low one first.
-    scales: bf16 [N, K / 32]. 0 or between 2^-78 and 2^42 in size; JAX's are not looked at.
+    scales: bf16 [N, K / 32], 0 or between 2^-78 and 2^42 in size. JAX's are not looked
+      at.
     gated: see `Int4Weight`.
 
   Returns:
