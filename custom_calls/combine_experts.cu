@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-cudaError_t LaunchElement(const CombineExpertsArgs& a, cudaStream_t stream) {
+cudaError_t LaunchElement(cudaStream_t stream, const CombineExpertsArgs& a) {
   constexpr int kMostWidth = 16 / sizeof(T);
   const bool aligned = a.width % kMostWidth == 0 &&
                        reinterpret_cast<uintptr_t>(a.y) % 16 == 0 &&
@@ -101,10 +101,10 @@ cudaError_t LaunchElement(const CombineExpertsArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t LaunchCombineExperts(const CombineExpertsArgs& args, cudaStream_t stream) {
+cudaError_t LaunchCombineExperts(cudaStream_t stream, const CombineExpertsArgs& args) {
   if (args.tokens == 0 || args.width == 0) return cudaSuccess;
-  if (args.is_float32) return LaunchElement<float>(args, stream);
-  return LaunchElement<__nv_bfloat16>(args, stream);
+  if (args.is_float32) return LaunchElement<float>(stream, args);
+  return LaunchElement<__nv_bfloat16>(stream, args);
 }
 
 }  // namespace kdtree_jax

@@ -26,7 +26,7 @@ struct CombineExpertsArgs {
   bool early;       // May be started before the kernel before has ended, see matmul.h.
 };
 
-cudaError_t LaunchCombineExperts(const CombineExpertsArgs& args, cudaStream_t stream);
+cudaError_t LaunchCombineExperts(cudaStream_t stream, const CombineExpertsArgs& args);
 
 }  // namespace kdtree_jax
 

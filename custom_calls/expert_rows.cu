@@ -204,7 +204,7 @@ bool IsValid(int64_t rows, int groups, int rows_per_chunk) {
 
 }  // namespace
 
-cudaError_t LaunchExpertRows(const ExpertRowsArgs& args, cudaStream_t stream) {
+cudaError_t LaunchExpertRows(cudaStream_t stream, const ExpertRowsArgs& args) {
   if (!IsValid(args.pairs, args.num_experts, args.rows_per_chunk) || args.slots < 1) {
     return cudaErrorInvalidValue;
   }
@@ -222,7 +222,7 @@ cudaError_t LaunchExpertRows(const ExpertRowsArgs& args, cudaStream_t stream) {
   return LaunchBlock(stream, ExpertRowsKernel, bytes, args, warps, run, max_chunks);
 }
 
-cudaError_t LaunchGroupChunks(const GroupChunksArgs& args, cudaStream_t stream) {
+cudaError_t LaunchGroupChunks(cudaStream_t stream, const GroupChunksArgs& args) {
   if (!IsValid(args.rows, args.groups, args.rows_per_chunk)) {
     return cudaErrorInvalidValue;
   }

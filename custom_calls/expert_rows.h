@@ -53,8 +53,8 @@ struct GroupChunksArgs {
   int rows_per_chunk;  // 1 or more
 };
 
-cudaError_t LaunchExpertRows(const ExpertRowsArgs& args, cudaStream_t stream);
-cudaError_t LaunchGroupChunks(const GroupChunksArgs& args, cudaStream_t stream);
+cudaError_t LaunchExpertRows(cudaStream_t stream, const ExpertRowsArgs& args);
+cudaError_t LaunchGroupChunks(cudaStream_t stream, const GroupChunksArgs& args);
 
 }  // namespace kdtree_jax
 

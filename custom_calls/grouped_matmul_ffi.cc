@@ -1,6 +1,6 @@
-#include "expert_rows.h"
+#include "grouped_matmul.h"
+
 #include "ffi_support.h"
-#include "matmul.h"
 #include "matmul_ffi.h"
 
 namespace kdtree_jax {
@@ -24,51 +24,32 @@ ffi::Error GroupedMatmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w
   if (G > kMostGroups) {
     return BadArgument(kName, "w has " + std::to_string(G) + " groups; 8192 are allowed");
   }
-  MatmulArgs args = {};
-  if (auto e = FirstOf({ReadFloat32(kName, "x", x, &args.x_float32),
-                        ReadFloat32(kName, "out", *out, &args.out_float32),
-                        SetWeights(kName, "w", w, G, K, N, false, &args)});
+  GroupedMatmulArgs args = {};
+  MatmulArgs& product = args.product;
+  if (auto e = FirstOf({ReadFloat32(kName, "x", x, &product.x_float32),
+                        ReadFloat32(kName, "out", *out, &product.out_float32),
+                        SetWeights(kName, "w", w, G, K, N, false, &product)});
       e.failure()) {
     return e;
   }
-  const int rows_per_chunk = ChunkRows(args, M);
-  const int64_t most = MaxChunks(M, G, rows_per_chunk);
+  product.x = x.untyped_data();
+  product.out = out->untyped_data();
+  product.rows = static_cast<int>(M);
+  args.chunks.group_sizes = group_sizes.typed_data();
+  args.chunks.chunks = reinterpret_cast<RowChunk*>(chunks->typed_data());
+  args.chunks.num_chunks = num_chunks->typed_data();
+  Connect(&args);
   if (auto e = CheckShapes(kName, {{"out", *out, {M, N}},
-                                   {"chunks", *chunks, {most, kChunkInts}},
+                                   {"chunks", *chunks, {product.max_chunks, kChunkInts}},
                                    {"num_chunks", *num_chunks, {1}}});
       e.failure()) {
     return e;
   }
-  if (args.kind != WeightKind::kInt4) {
+  if (product.kind != WeightKind::kInt4) {
     if (auto e = CheckShapes(kName, {{"w", w, {G, K, N}}}); e.failure()) return e;
   }
-  args.x = x.untyped_data();
-  args.x_row_stride = K;
-  args.w_row_stride = N;
-  args.w_group_stride = K * N;
-  args.out = out->untyped_data();
-  args.out_row_stride = N;
-  args.rows = static_cast<int>(M);
-  args.group_rows = rows_per_chunk;
-  args.start = Start::kEarly;
-  args.chunks = reinterpret_cast<const RowChunk*>(chunks->typed_data());
-  args.num_chunks = num_chunks->typed_data();
-  args.max_chunks = static_cast<int>(most);
-  if (auto e = CheckMmaSizes(kName, args); e.failure()) return e;
-
-  GroupChunksArgs groups = {};
-  groups.group_sizes = group_sizes.typed_data();
-  groups.chunks = reinterpret_cast<RowChunk*>(chunks->typed_data());
-  groups.num_chunks = num_chunks->typed_data();
-  groups.groups = static_cast<int>(G);
-  groups.rows = static_cast<int>(M);
-  groups.rows_per_chunk = rows_per_chunk;
-  groups.out = out->untyped_data();
-  groups.out_row_bytes = N * (args.out_float32 ? 4 : 2);
-  if (cudaError_t e = LaunchGroupChunks(groups, stream); e != cudaSuccess) {
-    return Launched(kName, e);
-  }
-  return Launched(kName, LaunchMatmul(stream, args));
+  if (auto e = CheckMmaSizes(kName, product); e.failure()) return e;
+  return Launched(kName, LaunchGroupedMatmul(stream, args));
 }
 
 }  // namespace

@@ -97,10 +97,27 @@ constexpr int kChunkRowsFloat32 = 64;
 
 // bf16 rows, on the tensor cores. x, w and all their rows are aligned to 16 bytes, gate's
 // and up's parts of a row too; depth is a multiple of 16.
-cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream);
+cudaError_t LaunchMatmulMma(cudaStream_t stream, const MatmulArgs& args);
 
 // float32 rows, on the ordinary cores, k ascending within fixed parts of K.
-cudaError_t LaunchMatmulSimt(const MatmulArgs& args, cudaStream_t stream);
+cudaError_t LaunchMatmulSimt(cudaStream_t stream, const MatmulArgs& args);
+
+// Whether that is the kernel for the dtypes.
+inline bool IsSimt(const MatmulArgs& args) {
+  return args.x_float32 || args.kind == WeightKind::kFloat32;
+}
+
+inline cudaError_t LaunchMatmul(cudaStream_t stream, const MatmulArgs& args) {
+  return IsSimt(args) ? LaunchMatmulSimt(stream, args) : LaunchMatmulMma(stream, args);
+}
+
+// Rows of a chunk where groups have about so many rows at most. No bit depends on it.
+inline int ChunkRows(const MatmulArgs& args, int64_t group_rows) {
+  if (IsSimt(args)) return kChunkRowsFloat32;
+  if (args.kind == WeightKind::kInt4) return group_rows <= 8 ? 8 : kChunkRowsInt4;
+  if (group_rows <= 32) return group_rows <= 16 ? 16 : 32;
+  return kChunkRowsBf16;
+}
 
 }  // namespace kdtree_jax
 

@@ -57,23 +57,9 @@ inline ffi::Error SetWeights(const char* kernel, const char* name,
   return ffi::Error::Success();
 }
 
-// Launches the kernel for the dtypes.
-inline cudaError_t LaunchMatmul(cudaStream_t stream, const MatmulArgs& args) {
-  const bool simt = args.x_float32 || args.kind == WeightKind::kFloat32;
-  return simt ? LaunchMatmulSimt(args, stream) : LaunchMatmulMma(args, stream);
-}
-
-// Rows of a chunk where groups have about so many rows at most. No bit depends on it.
-inline int ChunkRows(const MatmulArgs& args, int64_t group_rows) {
-  if (args.x_float32 || args.kind == WeightKind::kFloat32) return kChunkRowsFloat32;
-  if (args.kind == WeightKind::kInt4) return group_rows <= 8 ? 8 : kChunkRowsInt4;
-  if (group_rows <= 32) return group_rows <= 16 ? 16 : 32;
-  return kChunkRowsBf16;
-}
-
 // What the tensor cores' kernel wants of sizes, in bf16.
 inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
-  if (args.x_float32 || args.kind == WeightKind::kFloat32) return ffi::Error::Success();
+  if (IsSimt(args)) return ffi::Error::Success();
   const bool rows = args.x_row_stride % 8 == 0 && args.x_group_stride % 8 == 0;
   const bool weights = args.kind == WeightKind::kInt4 ||
                        (args.w_row_stride % 8 == 0 && args.w_group_stride % 8 == 0);

@@ -337,7 +337,7 @@ cudaError_t MakeMap(const MatmulArgs& args, CUtensorMap* map) {
 }
 
 template <class Tiles, int kRows>
-cudaError_t Launch(const MatmulArgs& args, cudaStream_t stream) {
+cudaError_t Launch(cudaStream_t stream, const MatmulArgs& args) {
   using L = Layout<Tiles, kRows>;
   Params p;
   p.args = args;
@@ -388,10 +388,10 @@ cudaError_t Launch(const MatmulArgs& args, cudaStream_t stream) {
 }
 
 template <class Tiles>
-cudaError_t LaunchBf16(const MatmulArgs& args, cudaStream_t stream) {
-  if (args.group_rows <= 16) return Launch<Tiles, 16>(args, stream);
-  if (args.group_rows <= 32) return Launch<Tiles, 32>(args, stream);
-  return Launch<Tiles, kChunkRowsBf16>(args, stream);
+cudaError_t LaunchBf16(cudaStream_t stream, const MatmulArgs& args) {
+  if (args.group_rows <= 16) return Launch<Tiles, 16>(stream, args);
+  if (args.group_rows <= 32) return Launch<Tiles, 32>(stream, args);
+  return Launch<Tiles, kChunkRowsBf16>(stream, args);
 }
 
 KDT_DYNAMIC_SHARED_MEMORY(MatmulMmaKernel, kMostSharedMemory);
@@ -400,7 +400,7 @@ bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 }  // namespace
 
-cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream) {
+cudaError_t LaunchMatmulMma(cudaStream_t stream, const MatmulArgs& args) {
   const bool int4 = args.kind == WeightKind::kInt4;
   if (args.rows == 0 || args.features == 0 || args.groups == 0) return cudaSuccess;
   if (args.x_float32 || args.kind == WeightKind::kFloat32 || args.depth == 0 ||
@@ -411,13 +411,13 @@ cudaError_t LaunchMatmulMma(const MatmulArgs& args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (int4) {
-    if (args.group_rows <= 8) return Launch<Int4Tiles<4>, 8>(args, stream);
+    if (args.group_rows <= 8) return Launch<Int4Tiles<4>, 8>(stream, args);
     // Where K is short, blocks begin anew often: more of them hide that.
-    return args.depth <= 4096 ? Launch<Int4Tiles<4>, kChunkRowsInt4>(args, stream)
-                              : Launch<Int4Tiles<3>, kChunkRowsInt4>(args, stream);
+    return args.depth <= 4096 ? Launch<Int4Tiles<4>, kChunkRowsInt4>(stream, args)
+                              : Launch<Int4Tiles<3>, kChunkRowsInt4>(stream, args);
   }
-  return args.w_by_feature ? LaunchBf16<Bf16Tiles<true>>(args, stream)
-                           : LaunchBf16<Bf16Tiles<false>>(args, stream);
+  return args.w_by_feature ? LaunchBf16<Bf16Tiles<true>>(stream, args)
+                           : LaunchBf16<Bf16Tiles<false>>(stream, args);
 }
 
 }  // namespace kdtree_jax

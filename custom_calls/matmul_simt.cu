@@ -256,7 +256,7 @@ Kernel KernelFor(bool vectors) {
 
 }  // namespace
 
-cudaError_t LaunchMatmulSimt(const MatmulArgs& args, cudaStream_t stream) {
+cudaError_t LaunchMatmulSimt(cudaStream_t stream, const MatmulArgs& args) {
   if (args.kind == WeightKind::kBf16 || args.depth < 0 || args.rows < 0 ||
       (args.gated && args.features % 2 != 0)) {
     return cudaErrorInvalidValue;

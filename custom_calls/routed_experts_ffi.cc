@@ -1,7 +1,6 @@
-#include "combine_experts.h"
-#include "expert_rows.h"
+#include "routed_experts.h"
+
 #include "ffi_support.h"
-#include "matmul.h"
 #include "matmul_ffi.h"
 
 namespace kdtree_jax {
@@ -37,7 +36,6 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
                                   std::to_string(k) +
                                   " slots; 8192, and 1 or more, are allowed");
   }
-  MatmulArgs up = {};
   bool is_float32 = false, ignored = false;
   if (auto e = FirstOf({ReadFloat32(kName, "x", x, &is_float32),
                         CheckType(kName, "out", *out, x.element_type()),
@@ -47,10 +45,10 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
       e.failure()) {
     return e;
   }
-  up.x_float32 = up.out_float32 = is_float32;
-  MatmulArgs back = up;
-  if (auto e = FirstOf({SetWeights(kName, "gate_up", gate_up, E, D, 2 * F, false, &up),
-                        SetWeights(kName, "down", down, E, F, D, false, &back)});
+  MatmulArgs weight = {};  // For the checks of SetWeights.
+  weight.x_float32 = is_float32;
+  if (auto e = FirstOf({SetWeights(kName, "gate_up", gate_up, E, D, 2 * F, false, &weight),
+                        SetWeights(kName, "down", down, E, F, D, false, &weight)});
       e.failure()) {
     return e;
   }
@@ -68,79 +66,42 @@ ffi::Error RoutedExperts(cudaStream_t stream, ffi::AnyBuffer x,
       return BadArgument(kName, "gate_up and down must be int4 or have the dtype of x");
     }
   }
-  const int rows_per_chunk = ChunkRows(up, T);
-  const int64_t most = MaxChunks(pairs, E, rows_per_chunk);
-  if (auto e = CheckShapes(kName, {{"weights", weights, {T, k}},
-                                   {"experts", experts, {T, k}},
-                                   {"out", *out, {T, D}},
-                                   {"order", *order, {2, pairs}},
-                                   {"chunks", *chunks, {most, kChunkInts}},
-                                   {"num_chunks", *num_chunks, {1}},
-                                   {"inner", *inner, {pairs, F}},
-                                   {"outputs", *outputs, {pairs, D}}});
+
+  RoutedExpertsArgs args = {};
+  args.x = x.untyped_data();
+  args.experts = experts.typed_data();
+  args.weights = weights.typed_data();
+  args.gate_up = gate_up.untyped_data();
+  args.down = down.untyped_data();
+  args.out = out->untyped_data();
+  args.tokens = static_cast<int>(T);
+  args.slots = static_cast<int>(k);
+  args.num_experts = static_cast<int>(E);
+  args.width = static_cast<int>(D);
+  args.inner_width = static_cast<int>(F);
+  args.is_float32 = is_float32;
+  args.int4 = int4;
+  args.beside = experts_axis;
+  args.order = order->typed_data();
+  args.chunks = reinterpret_cast<RowChunk*>(chunks->typed_data());
+  args.num_chunks = num_chunks->typed_data();
+  args.inner = inner->untyped_data();
+  args.outputs = outputs->untyped_data();
+  const RoutedExpertsSteps steps = StepsOf(args);
+  if (auto e = FirstOf(
+          {CheckShapes(kName, {{"weights", weights, {T, k}},
+                               {"experts", experts, {T, k}},
+                               {"out", *out, {T, D}},
+                               {"order", *order, {2, pairs}},
+                               {"chunks", *chunks, {steps.up.max_chunks, kChunkInts}},
+                               {"num_chunks", *num_chunks, {1}},
+                               {"inner", *inner, {pairs, F}},
+                               {"outputs", *outputs, {pairs, D}}}),
+           CheckMmaSizes(kName, steps.up), CheckMmaSizes(kName, steps.down)});
       e.failure()) {
     return e;
   }
-
-  ExpertRowsArgs rows = {};
-  rows.experts = experts.typed_data();
-  rows.order = order->typed_data();
-  rows.tokens = order->typed_data() + pairs;
-  rows.chunks = reinterpret_cast<RowChunk*>(chunks->typed_data());
-  rows.num_chunks = num_chunks->typed_data();
-  rows.pairs = static_cast<int>(pairs);
-  rows.slots = static_cast<int>(k);
-  rows.num_experts = static_cast<int>(E);
-  rows.rows_per_chunk = rows_per_chunk;
-
-  for (MatmulArgs* args : {&up, &back}) {
-    args->rows = static_cast<int>(pairs);
-    // An expert that a token names twice may have more rows than there are tokens, but
-    // no chunk of it has.
-    args->group_rows = rows_per_chunk;
-    args->chunks = rows.chunks;
-    args->num_chunks = rows.num_chunks;
-    args->max_chunks = static_cast<int>(most);
-  }
-  up.x = x.untyped_data();
-  up.x_row_stride = D;
-  up.x_rows = rows.tokens;
-  up.w_row_stride = experts_axis ? E * 2 * F : 2 * F;
-  up.w_group_stride = experts_axis ? 2 * F : D * 2 * F;
-  up.gated = true;
-  up.out = inner->untyped_data();
-  up.out_row_stride = F;
-  up.start = Start::kEarly;
-  back.x = inner->untyped_data();
-  back.x_row_stride = F;
-  back.w_row_stride = D;
-  back.w_group_stride = F * D;
-  back.out = outputs->untyped_data();
-  back.out_row_stride = D;
-  back.out_rows = rows.order;
-  back.start = Start::kWeights;
-  if (auto e = FirstOf({CheckMmaSizes(kName, up), CheckMmaSizes(kName, back)});
-      e.failure()) {
-    return e;
-  }
-
-  CombineExpertsArgs sum = {};
-  sum.y = outputs->untyped_data();
-  sum.weights = weights.typed_data();
-  sum.experts = experts.typed_data();
-  sum.out = out->untyped_data();
-  sum.tokens = static_cast<int>(T);
-  sum.slots = static_cast<int>(k);
-  sum.width = static_cast<int>(D);
-  sum.num_experts = static_cast<int>(E);
-  sum.is_float32 = is_float32;
-  sum.early = true;
-
-  cudaError_t status = LaunchExpertRows(rows, stream);
-  if (status == cudaSuccess) status = LaunchMatmul(stream, up);
-  if (status == cudaSuccess) status = LaunchMatmul(stream, back);
-  if (status == cudaSuccess) status = LaunchCombineExperts(sum, stream);
-  return Launched(kName, status);
+  return Launched(kName, LaunchRoutedExperts(stream, args));
 }
 
 }  // namespace

@@ -62,17 +62,17 @@ cudaError_t LaunchBuildTree(cudaStream_t, const CandidateArgs&, const TreeArgs&)
   return Launch();
 }
 cudaError_t LaunchCompact(cudaStream_t, const CompactArgs&) { return Launch(); }
-cudaError_t LaunchCombineExperts(const CombineExpertsArgs&, cudaStream_t) {
+cudaError_t LaunchCombineExperts(cudaStream_t, const CombineExpertsArgs&) {
   return Launch();
 }
 cudaError_t LaunchEmit(cudaStream_t, const EmitArgs&) { return Launch(); }
-cudaError_t LaunchExpertRows(const ExpertRowsArgs&, cudaStream_t) { return Launch(); }
-cudaError_t LaunchGroupChunks(const GroupChunksArgs&, cudaStream_t) { return Launch(); }
-cudaError_t LaunchMatmulMma(const MatmulArgs&, cudaStream_t) {
+cudaError_t LaunchExpertRows(cudaStream_t, const ExpertRowsArgs&) { return Launch(); }
+cudaError_t LaunchGroupChunks(cudaStream_t, const GroupChunksArgs&) { return Launch(); }
+cudaError_t LaunchMatmulMma(cudaStream_t, const MatmulArgs&) {
   ++kdt_mma_products;
   return Launch();
 }
-cudaError_t LaunchMatmulSimt(const MatmulArgs&, cudaStream_t) { return Launch(); }
+cudaError_t LaunchMatmulSimt(cudaStream_t, const MatmulArgs&) { return Launch(); }
 cudaError_t LaunchRmsNorm(cudaStream_t, const RmsNormArgs&) { return Launch(); }
 cudaError_t LaunchRope(cudaStream_t, const RopeArgs&) { return Launch(); }
 cudaError_t LaunchRopeKeys(cudaStream_t, const RopeKeysArgs&) { return Launch(); }
