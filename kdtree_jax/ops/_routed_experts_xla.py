@@ -174,4 +174,4 @@ def _grouped(
   h = grouped_matmul(x[order // k], gate_up, sizes, implementation="xla")
   h = silu_times(h[:, :F], h[:, F:])
   out = grouped_matmul(h, down, sizes, implementation="xla")
-  return jnp.zeros_like(out).at[order].set(out).reshape(T, k, -1)
+  return jnp.zeros_like(out).at[order].set(out).reshape(T, k, out.shape[1])
