@@ -111,6 +111,15 @@ inline cudaError_t LaunchMatmul(cudaStream_t stream, const MatmulArgs& args) {
   return IsSimt(args) ? LaunchMatmulSimt(stream, args) : LaunchMatmulMma(stream, args);
 }
 
+// What LaunchMatmulMma wants of sizes and strides.
+inline bool HasMmaSizes(const MatmulArgs& args) {
+  const bool int4 = args.kind == WeightKind::kInt4;
+  return args.depth % 16 == 0 && args.x_row_stride % 8 == 0 &&
+         args.x_group_stride % 8 == 0 &&
+         (int4 || (args.w_row_stride % 8 == 0 && args.w_group_stride % 8 == 0)) &&
+         (!args.gated || args.features % (int4 ? 2 : 16) == 0);
+}
+
 // Rows of a chunk where groups have about so many rows at most. No bit depends on it.
 inline int ChunkRows(const MatmulArgs& args, int64_t group_rows) {
   if (IsSimt(args)) return kChunkRowsFloat32;

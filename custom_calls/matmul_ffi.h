@@ -59,13 +59,7 @@ inline ffi::Error SetWeights(const char* kernel, const char* name,
 
 // What the tensor cores' kernel wants of sizes, in bf16.
 inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
-  if (IsSimt(args)) return ffi::Error::Success();
-  const bool rows = args.x_row_stride % 8 == 0 && args.x_group_stride % 8 == 0;
-  const bool weights = args.kind == WeightKind::kInt4 ||
-                       (args.w_row_stride % 8 == 0 && args.w_group_stride % 8 == 0);
-  const bool gated =
-      !args.gated || args.kind == WeightKind::kInt4 || args.features % 16 == 0;
-  if (args.depth % 16 == 0 && rows && weights && gated) return ffi::Error::Success();
+  if (IsSimt(args) || HasMmaSizes(args)) return ffi::Error::Success();
   return BadArgument(kernel,
                      "x and its weights in bfloat16 must have a depth that is a multiple "
                      "of 16; widths of rows, weights, gate and up multiples of 8");

@@ -403,11 +403,8 @@ bool Aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 cudaError_t LaunchMatmulMma(cudaStream_t stream, const MatmulArgs& args) {
   const bool int4 = args.kind == WeightKind::kInt4;
   if (args.rows == 0 || args.features == 0 || args.groups == 0) return cudaSuccess;
-  if (args.x_float32 || args.kind == WeightKind::kFloat32 || args.depth == 0 ||
-      args.depth % 16 != 0 || args.x_row_stride % 8 != 0 ||
-      args.x_group_stride % 8 != 0 || !Aligned(args.x) || !Aligned(args.w) ||
-      (!int4 && (args.w_row_stride % 8 != 0 || args.w_group_stride % 8 != 0)) ||
-      (args.gated && args.features % (int4 ? 2 : 16) != 0)) {
+  if (IsSimt(args) || args.depth == 0 || !HasMmaSizes(args) || !Aligned(args.x) ||
+      !Aligned(args.w)) {
     return cudaErrorInvalidValue;
   }
   if (int4) {

@@ -15,7 +15,7 @@ from kdtree_jax.reference.attention import (
 )
 from kdtree_jax.reference.decode import DecodeResult, decode
 from kdtree_jax.reference.drafter import draft
-from kdtree_jax.reference.int4 import dequantize_int4, unpack_int4
+from kdtree_jax.reference.int4 import dequantize_int4, pack_int4, unpack_int4
 from kdtree_jax.reference.layers import (
   linear,
   log_softmax,
@@ -92,6 +92,7 @@ __all__ = [
   "log_softmax_topk",
   "moe",
   "naive_attention",
+  "pack_int4",
   "random_bits",
   "random_drafter_weights",
   "random_weights",

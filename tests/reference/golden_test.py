@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from kdtree_jax import ops, reference
 from kdtree_jax.decoding.emit import Accepted, append
 from kdtree_jax.decoding.state import DecodeState, Limits
 from kdtree_jax.model.cache import LatentCache
+from kdtree_jax.ops import int4_weight
 from kdtree_jax.ops.build_tree import tree_from_table
+from kdtree_jax.ops.int4_weight import Int4Weight
 from kdtree_jax.reference.golden import GoldenCase, golden_cases
 from kdtree_jax.reference.golden.token_log_probs import exact_and_bound
 from kdtree_jax.tree import Tree, ancestors
@@ -32,6 +35,13 @@ OPS = (
   "best_token",
   "token_log_probs",
   "emit",
+  "rms_norm",
+  "add_rms_norm",
+  "route",
+  "matmul",
+  "head_matmul",
+  "grouped_matmul",
+  "routed_experts",
 )
 
 
@@ -155,6 +165,67 @@ def run_emit(case: GoldenCase) -> Outputs:
   return {name: np.asarray(x) for name, x in found.items()}
 
 
+def run_norm(case: GoldenCase) -> Outputs:
+  x, weight, added = (case.inputs.get(name) for name in ("x", "weight", "added"))
+  if added is None:
+    norm = jax.jit(ops.rms_norm, static_argnames="eps")
+    return {"out": np.asarray(norm(x, weight, **case.attributes))}
+  norm = jax.jit(ops.add_rms_norm, static_argnames="eps")
+  total, out = norm(x, added, weight, **case.attributes)
+  return {"sum": np.asarray(total), "out": np.asarray(out)}
+
+
+def run_route(case: GoldenCase) -> Outputs:
+  given = dict(case.attributes)
+  given["scoring"] = "softmax" if given.pop("softmax") else "sigmoid"
+  choose = jax.jit(functools.partial(ops.route, **given))
+  found = choose(case.inputs["logits"], case.inputs.get("bias"))
+  return dict(
+    zip(("experts", "weights", "scores"), map(np.asarray, found), strict=True)
+  )
+
+
+def weight_of(tiles: np.ndarray, depth: int, features: int, gated: bool) -> Any:
+  """The op's operand: tiles with their sizes, or floats as they are."""
+  if tiles.dtype != np.uint8:
+    return tiles
+  return Int4Weight(jnp.asarray(tiles), depth, features, gated)
+
+
+def run_matmul(case: GoldenCase) -> Outputs:
+  x, w, given = case.inputs["x"], case.inputs["w"], case.attributes
+  if w.dtype == np.uint8:  # The op has no int4.
+    packed = weight_of(w, x.shape[1], given["features"], given["gated"])
+    w = int4_weight.dequantize(packed, x.dtype)[0]
+  if given["gated"]:
+    return {"out": np.asarray(jax.jit(ops.gated_matmul)(x, w))}
+  out_dtype = jnp.float32 if given["out_float32"] else jnp.bfloat16
+  product = functools.partial(
+    ops.matmul, out_dtype=out_dtype, by_feature=given["by_feature"]
+  )
+  return {"out": np.asarray(jax.jit(product)(x, w))}
+
+
+def run_head_matmul(case: GoldenCase) -> Outputs:
+  return {"out": np.asarray(jax.jit(ops.head_matmul)(**case.inputs))}
+
+
+def run_grouped_matmul(case: GoldenCase) -> Outputs:
+  x, w, sizes = (case.inputs[name] for name in ("x", "w", "group_sizes"))
+  w = weight_of(w, x.shape[1], case.attributes.get("features", 0), False)
+  return {"out": np.asarray(jax.jit(ops.grouped_matmul)(x, w, sizes))}
+
+
+def run_routed_experts(case: GoldenCase) -> Outputs:
+  rows = [case.inputs[name] for name in ("x", "experts", "weights")]
+  D, F = rows[0].shape[1], case.attributes["inner_width"]
+  gate_up = weight_of(case.inputs["gate_up"], D, 2 * F, True)
+  down = weight_of(case.inputs["down"], F, D, False)
+  run = jax.jit(ops.routed_experts, static_argnames="experts_axis")
+  axis = int(case.attributes["beside"])
+  return {"out": np.asarray(run(*rows, gate_up, down, experts_axis=axis))}
+
+
 RUN: dict[str, Callable[[GoldenCase], Outputs]] = {
   "rope": run_rope,
   "build_tree": run_build_tree,
@@ -166,10 +237,19 @@ RUN: dict[str, Callable[[GoldenCase], Outputs]] = {
   "best_token": run_best_token,
   "token_log_probs": run_token_log_probs,
   "emit": run_emit,
+  "rms_norm": run_norm,
+  "add_rms_norm": run_norm,
+  "route": run_route,
+  "matmul": run_matmul,
+  "head_matmul": run_head_matmul,
+  "grouped_matmul": run_grouped_matmul,
+  "routed_experts": run_routed_experts,
 }
 
 # What callers may not pass, and only the kernels define.
-UNDEFINED = {"starts before the cache", "counts before the text"}
+UNDEFINED = {"starts before the cache", "counts before the text"} | {
+  f"{kind}, sizes below 0 and beyond the rows" for kind in ("bf16", "int4", "float32")
+}
 
 
 def share_of_bound(case: GoldenCase, name: str, got: np.ndarray) -> float:

@@ -15,9 +15,13 @@ from kdtree_jax.reference.golden import (
   build,
   compaction,
   emit,
+  matmul,
+  norm,
   paths,
   rope,
   rope_keys,
+  route,
+  routed_experts,
   token_log_probs,
 )
 from kdtree_jax.reference.golden.case import GoldenCase, Rule
@@ -36,6 +40,10 @@ _MODULES = (
   best_token,
   token_log_probs,
   emit,
+  norm,
+  route,
+  matmul,
+  routed_experts,
 )
 
 

@@ -6,13 +6,13 @@ import ml_dtypes
 import numpy as np
 
 from kdtree_jax.config import YarnConfig
-from kdtree_jax.reference.golden.case import GoldenCase, rounded_up
+from kdtree_jax.reference.golden.case import GoldenCase
+from kdtree_jax.reference.golden.norm import norm_and_bound
 from kdtree_jax.reference.golden.rope import LAST, YARN
 from kdtree_jax.reference.rope import AngleDtype, inverse_frequencies, rope_rows, rotate
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
-U = 2.0**-24  # unit roundoff of float32
 EPS = 1e-6
 
 
@@ -113,7 +113,10 @@ def _case(
     }
 
   with np.errstate(invalid="ignore"):
-    golden, bound = norm_and_bound(kv[:, :latent], weight, eps)
+    # A thread sums eight squares for each 1024 features, then five and three more sums
+    # bring warps and block together.
+    sums = 8 * -(-latent // 1024) + 8
+    golden, bound = norm_and_bound(kv[:, :latent], weight, eps, sums)
     rotated = rotate(kv[:, latent:], cos, sin, interleave).astype(np.float32)
   # Rotated columns have no error.
   return GoldenCase(
@@ -125,50 +128,3 @@ def _case(
     compare={"out": "bound"},
     bounds={"out": np.concatenate([bound, np.zeros_like(rotated)], axis=-1)},
   )
-
-
-def norm_and_bound(
-  x: np.ndarray, weight: np.ndarray, eps: float
-) -> tuple[np.ndarray, np.ndarray]:
-  """An RMSNorm of exact statistics, and how far from it a kernel may be.
-
-  With u = 2^-24: a thread sums n squares, eight for each 1024 features, by fused
-  multiply-adds; warps and block add 8 more sums; then the division and the sum with
-  eps: n + 10 roundings of the mean square, half as many of its root. That is rounded
-  itself, as is the product with it: (n + 10) / 2 + 2 roundings until the value is
-  rounded to its dtype. One more is for second-order terms and another sum's order.
-
-  In float32 the product with the weight is rounded once more. In bfloat16 both
-  roundings keep the order of values: the result lies between those of the two ends of
-  what the normed value may be. Most often that is one number, and the bound is 0.
-
-  Args:
-    x: [T, R] bf16 or f32.
-    weight: [R] of the same dtype.
-    eps: added to the mean square, as float32.
-
-  Returns:
-    golden and bound, f32[T, R].
-  """
-  wide, w = x.astype(np.float64), weight.astype(np.float64)
-  mean_square = np.mean(wide * wide, axis=-1, keepdims=True)
-  normed = wide / np.sqrt(mean_square + float(np.float32(eps)))
-  squares = 8 * -(-x.shape[-1] // 1024)
-  off = ((squares + 10) / 2 + 3) * U
-
-  if x.dtype == np.float32:
-    exact = normed * w
-    golden = exact.astype(np.float32)
-    bound = (off + U) * np.abs(exact) + 2.0**-149 + np.abs(golden - exact)
-  else:
-
-    def rounded(value: np.ndarray) -> np.ndarray:
-      once = value.astype(np.float32).astype(x.dtype).astype(np.float32)
-      # Exact in float32: 8 bits by 8 bits.
-      return (once * weight.astype(np.float32)).astype(x.dtype).astype(np.float32)
-
-    golden = rounded(normed)
-    ends = [np.abs(rounded(normed * (1 + s * off)) - golden) for s in (-1, 1)]
-    bound = np.maximum(*ends)
-  # NaN equals NaN, whatever the bound.
-  return golden, np.where(bound > 0, rounded_up(bound), 0).astype(np.float32)
