@@ -1,4 +1,4 @@
-// The ops that kdtr_check can run: one file <op>_case.cc each.
+// The ops that kdtr_check can run: each in a file <op>_case.cc, similar ones in one.
 
 #ifndef KDTREE_JAX_CHECK_OPS_H_
 #define KDTREE_JAX_CHECK_OPS_H_

@@ -11,10 +11,10 @@ namespace kdtree_jax {
 // Rows and results: f32 or bf16.
 DType FloatType(CaseSetup& setup, const char* input);
 
-// The kind of weights `name`: tiles where they are u8. Refuses bf16 weights of f32 rows.
+// The kind of weights `name`; u8 are tiles. Refuses bf16 weights of f32 rows.
 WeightKind KindOfWeights(CaseSetup& setup, const char* name, bool x_float32);
 
-// Weights `name` on the device: of `shape`, or tiles of these sizes where they are int4.
+// Weights `name` on the device: of `shape`, or int4 tiles of these sizes.
 const void* InputWeights(CaseSetup& setup, const char* name, WeightKind kind,
                          const CaseSetup::Shape& shape, int64_t groups, int64_t depth,
                          int64_t features);
