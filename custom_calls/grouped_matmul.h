@@ -25,7 +25,7 @@ inline void Connect(GroupedMatmulArgs* args) {
   const int64_t K = product.depth, N = product.features;
   chunks.groups = product.groups;
   chunks.rows = product.rows;
-  chunks.rows_per_chunk = ChunkRows(product, product.rows);
+  chunks.rows_per_chunk = ChunkRows(product, product.rows, product.rows);
   chunks.out = product.out;
   chunks.out_row_bytes = N * (product.out_float32 ? 4 : 2);
   product.x_row_stride = K;

@@ -120,11 +120,16 @@ inline bool HasMmaSizes(const MatmulArgs& args) {
          (!args.gated || args.features % (int4 ? 2 : 16) == 0);
 }
 
-// Rows of a chunk where groups have about so many rows at most. No bit depends on it.
-inline int ChunkRows(const MatmulArgs& args, int64_t group_rows) {
+// Rows of a chunk where all groups together have `rows`, and one has about `group_rows` at
+// most. Blocks for few rows are the faster ones where groups have few, which most then do;
+// one with more is cut into several chunks. No bit depends on it.
+inline int ChunkRows(const MatmulArgs& args, int64_t rows, int64_t group_rows) {
   if (IsSimt(args)) return kChunkRowsFloat32;
   if (args.kind == WeightKind::kInt4) return group_rows <= 8 ? 8 : kChunkRowsInt4;
-  if (group_rows <= 32) return group_rows <= 16 ? 16 : 32;
+  const int64_t groups = args.groups < 1 ? 1 : args.groups;
+  const int64_t many = 4 * ((rows + groups - 1) / groups);  // Four times the mean.
+  const int64_t likely = many < group_rows ? many : group_rows;
+  if (likely <= 32) return likely <= 16 ? 16 : 32;
   return kChunkRowsBf16;
 }
 

@@ -57,7 +57,7 @@ inline RoutedExpertsSteps StepsOf(const RoutedExpertsArgs& args) {
   rows.pairs = args.tokens * args.slots;
   rows.slots = args.slots;
   rows.num_experts = args.num_experts;
-  rows.rows_per_chunk = ChunkRows(up, args.tokens);
+  rows.rows_per_chunk = ChunkRows(up, rows.pairs, args.tokens);
   rows.experts = args.experts;
   rows.order = args.order;
   rows.tokens = args.order == nullptr ? nullptr : args.order + rows.pairs;

@@ -24,7 +24,7 @@ Launch SetUpGroupedMatmul(CaseSetup& setup) {
   product.x = setup.Input("x", dtype, {M, K});
   product.w = InputWeights(setup, "w", product.kind, {G, K, N}, G, K, N);
   product.out = setup.Output("out", dtype, {M, N});
-  const int64_t most = MaxChunks(M, G, ChunkRows(product, M));
+  const int64_t most = MaxChunks(M, G, ChunkRows(product, M, M));
   args.chunks.group_sizes = setup.InputI32("group_sizes", {G});
   args.chunks.chunks =
       static_cast<RowChunk*>(setup.Workspace("chunks", most * sizeof(RowChunk)));

@@ -87,6 +87,8 @@ def max_chunks(rows: int, groups: int, kind: str, group_rows: int) -> int:
     group_rows: that a group has at most, or about; `ChunkRows` of matmul_ffi.h.
   """
   sizes = {"float32": (64,), "bfloat16": (16, 32, 64), "int4": (8, 16)}[kind]
+  if kind == "bfloat16":
+    group_rows = min(group_rows, 4 * -(-rows // max(groups, 1)))
   chunk = next((size for size in sizes if group_rows <= size), sizes[-1])
   return min(rows, groups) + rows // chunk
 
