@@ -1,8 +1,8 @@
 // Matrix products whose bits do not depend on the number of rows: out[i] = x[i] @ w[g],
 // where g is the group of row i. One group is a dense product.
 //
-// An output element is summed in fp32 over k in an order that is a function of K, N and
-// the kinds of operands alone. It does not depend on how many rows there are, on where
+// An output element is summed in fp32 over k in an order that is a function of K, N, the
+// kinds of operands and whether there is a list of chunks alone. It does not depend on how many rows there are, on where
 // its row stands, or on other rows.
 
 #ifndef KDTREE_JAX_MATMUL_H_
@@ -41,9 +41,12 @@ struct RowChunk {
 };
 
 enum class Start {
-  kAfter,    // No.
-  kEarly,    // Yes, but it reads nothing before that has ended.
-  kWeights,  // Yes, and it reads weights and the list of chunks before that.
+  kAfter,  // It begins when the kernel before has ended.
+  kEarly,  // It begins before, and reads nothing until that has ended.
+  // It begins before, and reads weights and the list of chunks at once. The kernel before
+  // must not be the one that makes the list: it must be a kEarly one behind that, which
+  // lets this one begin only once the list is there.
+  kWeights,
 };
 
 struct MatmulArgs {

@@ -5,8 +5,8 @@
 // engine brings rows. Four warps multiply, weights as the 16-row operand, rows as the
 // 8-column operand: columns do not meet, so a row's bits do not depend on its neighbours.
 // Per output element k ascends in steps of 16 inside of each part of K (int4: even and odd
-// steps apart). The parts, whose number follows from K and N alone, are the blocks of a
-// cluster and are added in order.
+// steps apart). The parts, whose number follows from K, N and whether rows come in a list,
+// are the blocks of a cluster and are added in order.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kThreads, (Layout<Tiles, kRows>::kBlocks))
   }
   __syncthreads();
   if (p.args.start == Start::kEarly) WaitForKernelBefore();
+  // Not before the line above: a kWeights kernel then reads the list of chunks at once.
   LetNextKernelStart();
   const int part = p.parts == 1 ? 0 : static_cast<int>(ClusterRank());
   if (threadIdx.x >= 32 * kConsumerWarps) {
@@ -275,12 +276,19 @@ __global__ void __launch_bounds__(kThreads, (Layout<Tiles, kRows>::kBlocks))
 }
 
 // Of K: so that a product with few features fills the GPU. Each part is worth its sum.
+// These figures decide bits: whoever changes them changes those of every model.
 int PartsOf(const MatmulArgs& args, int tiles, int steps) {
+  constexpr int kLeastSteps = 8;  // Of a part: a shorter one is not worth its sum.
+  constexpr int kBlocks = 264;    // Two for each multiprocessor of an H200.
+  // Clusters of eight must fit into its groups of multiprocessors, which leaves some over.
+  constexpr int kBlocksOfMost = 224;
+  constexpr int kBlocksOfGroup = 64;  // Several groups of a list have rows at once.
   int parts = kMostParts;
-  // Of a list few groups may have rows; and as many blocks as there are need not fit.
-  const int blocks = args.chunks == nullptr ? 264 : 64;
-  while (parts > 1 && (tiles * parts > (parts == kMostParts ? 224 : blocks) ||
-                       steps < 8 * parts)) {
+  while (parts > 1) {
+    const int blocks = parts == kMostParts       ? kBlocksOfMost
+                       : args.chunks == nullptr ? kBlocks
+                                                : kBlocksOfGroup;
+    if (tiles * parts <= blocks && steps >= kLeastSteps * parts) break;
     parts /= 2;
   }
   return parts;
@@ -323,7 +331,8 @@ cudaError_t MakeMap(const MatmulArgs& args, CUtensorMap* map) {
   } else {
     const cuuint64_t sizes[3] = {args.w_by_feature ? depth : features,
                                  args.w_by_feature ? features : depth, groups};
-    // In bytes; one group's stride is not used, but must be valid.
+    // In bytes; one group's stride is not used, but must be valid. Where experts lie
+    // beside each other, theirs is the shorter one, which the driver takes too.
     const cuuint64_t row = 2 * static_cast<cuuint64_t>(args.w_row_stride);
     const cuuint64_t strides[2] = {
         row, groups == 1 ? row : 2 * static_cast<cuuint64_t>(args.w_group_stride)};
@@ -348,11 +357,20 @@ cudaError_t Launch(cudaStream_t stream, const MatmulArgs& args) {
   if (cudaError_t e = MakeMap(args, &p.map); e != cudaSuccess) return e;
   int device, multiprocessors, shared;
   if (cudaError_t e = cudaGetDevice(&device); e != cudaSuccess) return e;
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  const int64_t slots =
-      static_cast<int64_t>(multiprocessors) *
-      std::clamp(shared / (L::kBytes + 1024), 1, args.chunks == nullptr ? std::min(2, L::kBlocks) : L::kBlocks);
+  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors,
+                                             cudaDevAttrMultiProcessorCount, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  if (cudaError_t e = cudaDeviceGetAttribute(
+          &shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+      e != cudaSuccess) {
+    return e;
+  }
+  // A long dense product is faster with two blocks than with three.
+  const int most = args.chunks == nullptr ? std::min(2, L::kBlocks) : L::kBlocks;
+  const int64_t slots = static_cast<int64_t>(multiprocessors) *
+                        std::clamp(shared / (L::kBytes + 1024), 1, most);
   const int64_t items = args.chunks == nullptr
                             ? static_cast<int64_t>(args.groups) * p.tiles * p.row_chunks
                             : static_cast<int64_t>(args.max_chunks) * p.tiles;

@@ -193,6 +193,8 @@ __device__ inline void Produce(const Params& p, uint32_t stages, uint32_t full, 
       turn.Next();
     }
   }
+  // Without an item too: who waits for this kernel relies on the one before having ended.
+  if (args.start == Start::kWeights && walk.first >= walk.end) WaitForKernelBefore();
 }
 
 }  // namespace kdtree_jax

@@ -1,5 +1,5 @@
-// Tokens through their experts: four launches, of which each may begin before the one
-// before has ended.
+// Tokens through their experts: four launches. In bf16 and int4 the second to the fourth
+// begin before the one before has ended.
 
 #ifndef KDTREE_JAX_ROUTED_EXPERTS_H_
 #define KDTREE_JAX_ROUTED_EXPERTS_H_

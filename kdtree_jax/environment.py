@@ -59,14 +59,15 @@ def compilation_cache_dir() -> pathlib.Path:
 def recommended_xla_flags() -> str:
   """Value of `XLA_FLAGS` for programs that call the steps of a round in their own jit.
 
-  The first two flags record a loop of rounds as one CUDA graph, the third keeps two
-  programs from summing in different orders (see `docs/exactness.md`).
-  `kdtree_jax.decode` passes the same to the compiler by itself. They must be in the
-  environment before JAX starts its backend; graphs of loops need a CUDA driver of 12.4
-  or later, older ones ignore them.
+  The first two flags record a loop of rounds as one CUDA graph, the third lets what is
+  independent in it run side by side, the fourth keeps two programs from summing in
+  different orders (see `docs/exactness.md`). `kdtree_jax.decode` passes the same to the
+  compiler by itself. They must be in the environment before JAX starts its backend;
+  graphs of loops need a CUDA driver of 12.4 or later, older ones ignore them.
   """
   return (
     "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_graph_min_graph_size=1 "
+    "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT "
     "--xla_gpu_experimental_enable_fusion_autotuner=false"
   )
 

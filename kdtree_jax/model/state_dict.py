@@ -353,6 +353,7 @@ def _as_int4(weights: Mapping[str, Any], name: str) -> Int4Tensor:
     if not _is_int4(weight):
       return quantize(np.asarray(weight, np.float32))
     check_scales(weight)
+    int4_weight.check_scales(weight.scales)
   except ValueError as error:
     raise ValueError(f"tensor {name!r}: {error}") from error
   if weight.group_size != GROUP_SIZE:

@@ -42,7 +42,7 @@ def routed_experts_xla(
   else:
     assert not isinstance(down, Int4Weight), "the op checks that both or neither are"
     outputs = _float_outputs(x, experts, gate_up, down, experts_axis)
-  return combine(jnp.where(known[..., None], outputs, 0), weights)
+  return combine(jnp.where(known[..., None], outputs, 0), jnp.where(known, weights, 0))
 
 
 def combine(outputs: jax.Array, weights: jax.Array) -> jax.Array:

@@ -29,7 +29,8 @@ def grouped_matmul(
     x: [M, K] rows sorted by group, f32 or bf16.
     weights: [G, K, N] one kernel per group, of the same dtype; or an `Int4Weight` of
       these sizes, not gated, whose weights are rounded once to the dtype of `x`.
-    group_sizes: i32 [G] rows per group. Rows beyond their sum become 0.
+    group_sizes: i32 [G] rows per group; one below 0 counts as 0. Rows beyond their sum
+      become 0.
     implementation: "auto", "xla" or "cuda". "cuda" takes up to 8,192 groups; in bf16
       it reads weights whose K is a multiple of 16 and N of 8 as they are, and others
       after copying them.
@@ -54,6 +55,8 @@ def grouped_matmul(
     raise ValueError(
       f"x must be [M, K] and weights [G, K, N]; they are {x.shape} and {weights.shape}"
     )
+  if not x.shape[1] or not weights.shape[2]:
+    raise ValueError(f"weights are {list(weights.shape)}; neither K nor N may be 0")
   if group_sizes.shape != (weights.shape[0],):
     raise ValueError(
       f"group_sizes must be [{weights.shape[0]}], one per group; "
@@ -84,10 +87,10 @@ def max_chunks(rows: int, groups: int, kind: str, group_rows: int) -> int:
     rows: of all groups.
     groups: how many.
     kind: of the product, "float32", "bfloat16" or "int4" (with bf16 rows).
-    group_rows: that a group has at most, or about; `ChunkRows` of matmul_ffi.h.
+    group_rows: that a group has at most, or about; `ChunkRows` of matmul.h.
   """
   sizes = {"float32": (64,), "bfloat16": (16, 32, 64), "int4": (8, 16)}[kind]
-  if kind == "bfloat16":
+  if kind == "bfloat16":  # Most groups have at most four times the mean.
     group_rows = min(group_rows, 4 * -(-rows // max(groups, 1)))
   chunk = next((size for size in sizes if group_rows <= size), sizes[-1])
   return min(rows, groups) + rows // chunk
@@ -131,6 +134,7 @@ def _xla(
   """The form for all platforms, as a ragged product."""
   if isinstance(weights, Int4Weight):
     weights = int4_weight.dequantize(weights, x.dtype)
+  group_sizes = jnp.maximum(group_sizes, 0)
 
   def product(x, weights):
     return jax.lax.ragged_dot(

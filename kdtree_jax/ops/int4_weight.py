@@ -280,14 +280,15 @@ def random_int4(
   return Int4Weight(tiles, depth, features, gated)
 
 
-def _check_scales(scales: Any, shape: tuple[int, ...]) -> None:
-  if scales.shape != shape:
-    how = "one per output feature and 32 input features"
-    raise ValueError(f"scales must be {list(shape)}, {how}; they are {scales.shape}")
-  if scales.dtype != ml_dtypes.bfloat16:
-    raise ValueError(f"scales must be bfloat16; they are {scales.dtype}")
-  if isinstance(scales, jax.Array):
-    return
+def check_scales(scales: Any) -> None:
+  """Raises where numpy's scales are of a size that tiles cannot have.
+
+  The CUDA kernels compute in units in which larger and smaller ones would not be exact;
+  files may have any that are finite.
+
+  Raises:
+    ValueError: a scale that is neither 0 nor between 2^-78 and 2^42 in size.
+  """
   sizes = np.abs(scales.astype(np.float32))
   # Written so that NaN fails as well.
   fits = (sizes == 0) | ((sizes >= SMALLEST_SCALE) & (sizes <= LARGEST_SCALE))
@@ -296,6 +297,16 @@ def _check_scales(scales: Any, shape: tuple[int, ...]) -> None:
     raise ValueError(
       f"scales hold {worst}; they must be 0 or between 2^-78 and 2^42 in size"
     )
+
+
+def _check_scales(scales: Any, shape: tuple[int, ...]) -> None:
+  if scales.shape != shape:
+    how = "one per output feature and 32 input features"
+    raise ValueError(f"scales must be {list(shape)}, {how}; they are {scales.shape}")
+  if scales.dtype != ml_dtypes.bfloat16:
+    raise ValueError(f"scales must be bfloat16; they are {scales.dtype}")
+  if not isinstance(scales, jax.Array):
+    check_scales(scales)
 
 
 def _bits(scales: Any) -> Any:

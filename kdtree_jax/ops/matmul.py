@@ -12,12 +12,14 @@ exact, and keeps a row's bits independent of its neighbours.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation
 from kdtree_jax.ops._checks import as_array
+from kdtree_jax.ops.int4_weight import Int4Weight
 from kdtree_jax.ops.silu import silu_times
 
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -83,16 +85,12 @@ def matmul(
     ValueError: shapes or dtypes that do not fit.
     NotImplementedError: "cuda" without the CUDA library.
   """
-  x, w = as_array(x), as_array(w)
+  x, w = as_array(x), _array("w", w)
   _check("w", x, w, 2)
   K = w.shape[1 if by_feature else 0]
   if x.ndim < 1 or x.shape[-1] != K:
     raise ValueError(f"x {list(x.shape)} must be [..., {K}] to fit w {list(w.shape)}")
-  out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-  if out_dtype not in _FLOATS:
-    raise ValueError(
-      f"out_dtype = {out_dtype} is not allowed: it must be float32 or bfloat16"
-    )
+  out_dtype = _float_dtype("out_dtype", x.dtype if out_dtype is None else out_dtype)
 
   def xla(x, w):
     rows = x.reshape(-1, K).astype(w.dtype)
@@ -124,7 +122,7 @@ def gated_matmul(x: jax.Array, w: jax.Array, implementation: str = "auto") -> ja
   Raises:
     ValueError, NotImplementedError: as `matmul`.
   """
-  x, w = as_array(x), as_array(w)
+  x, w = as_array(x), _array("w", w)
   _check("w", x, w, 2)
   if w.dtype != x.dtype or w.shape[1] % 2:
     raise ValueError(
@@ -159,7 +157,7 @@ def head_matmul(x: jax.Array, w: jax.Array, implementation: str = "auto") -> jax
   Raises:
     ValueError, NotImplementedError: as `matmul`.
   """
-  x, w = as_array(x), as_array(w)
+  x, w = as_array(x), _array("w", w)
   _check("w", x, w, 3)
   H, K, N = w.shape
   if w.dtype != x.dtype or x.ndim < 2 or x.shape[-2] != H or x.shape[-1] < K:
@@ -189,12 +187,31 @@ def head_matmul(x: jax.Array, w: jax.Array, implementation: str = "auto") -> jax
   return _implementation.dispatch("head_matmul", implementation, cuda, xla, x, w)
 
 
+def _array(name: str, w: Any) -> jax.Array:
+  if isinstance(w, Int4Weight):
+    raise ValueError(
+      f"{name} is an Int4Weight, which only grouped_matmul and routed_experts take"
+    )
+  return as_array(w)
+
+
+def _float_dtype(name: str, dtype: Any) -> jnp.dtype:
+  try:
+    found = jnp.dtype(dtype)
+  except TypeError:
+    found = None
+  if found not in _FLOATS:
+    raise ValueError(f"{name} = {dtype!r} is not allowed: float32 or bfloat16")
+  return jnp.dtype(found)
+
+
 def _check(name: str, x: jax.Array, w: jax.Array, rank: int) -> None:
   if x.dtype not in _FLOATS:
     raise ValueError(f"x is {x.dtype}; it must be float32 or bfloat16")
   if w.ndim != rank or w.dtype not in (x.dtype, jnp.float32) or 0 in w.shape:
     raise ValueError(
-      f"{name} must have {rank} axes, none empty, in {x.dtype} as x or in float32; "
+      f"{name} must have {rank} axes, none empty, in float32 or in the dtype of x, "
+      f"{x.dtype}; "
       f"it is {w.dtype} {list(w.shape)}"
     )
 

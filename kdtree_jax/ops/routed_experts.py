@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kdtree_jax.ops import _implementation, int4_weight
-from kdtree_jax.ops._checks import as_array, check_integers
+from kdtree_jax.ops._checks import as_array, check_integers, check_static_integers
 from kdtree_jax.ops._routed_experts_cuda import obstacle, routed_experts_cuda
 from kdtree_jax.ops._routed_experts_xla import Weight, routed_experts_xla
 from kdtree_jax.ops.int4_weight import Int4Weight
@@ -51,7 +51,8 @@ def routed_experts(
     float32, rounded once where it is bfloat16.
 
   Raises:
-    ValueError: shapes or dtypes disagree.
+    ValueError: shapes or dtypes disagree, or what "cuda" does not take.
+    NotImplementedError: "cuda" without the CUDA library.
   """
   x, experts, weights = map(as_array, (x, experts, weights))
   _check_rows(x, experts, weights)
@@ -93,6 +94,7 @@ def _check_rows(x: Any, experts: Any, weights: Any) -> None:
 def _checked_weights(
   x: Any, gate_up: Any, down: Any, experts_axis: int
 ) -> tuple[Weight, Weight]:
+  check_static_integers(experts_axis=experts_axis)
   if experts_axis not in (0, 1):
     raise ValueError(
       f"experts_axis = {experts_axis!r} is not allowed: it must be 0 or 1"
@@ -120,6 +122,8 @@ def _checked_weights(
           f"it is {weight.dtype} {list(weight.shape)}"
         )
   E, F, D = down.shape
+  if not F or not D:
+    raise ValueError(f"down is [E, {F}, {D}]; no size may be 0")
   wanted = (D, E, 2 * F) if experts_axis else (E, D, 2 * F)
   if D != x.shape[1] or E < 1:
     raise ValueError(

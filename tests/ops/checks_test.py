@@ -59,7 +59,19 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "weights": np.ones((2, 2, 5), np.float32),
     "group_sizes": np.array([1, 2], np.int32),
   },
+  "gated_matmul": {
+    "x": np.ones((B, N, 4), np.float32),
+    "w": np.ones((4, 6), np.float32),
+  },
+  "head_matmul": {
+    "x": np.ones((B, 3, 5), np.float32),
+    "w": np.ones((3, 4, 2), np.float32),
+  },
   "log_softmax_topk": {"logits": np.zeros((B, L, V), np.float32), "k": 2},
+  "matmul": {
+    "x": np.ones((B, N, 4), np.float32),
+    "w": np.ones((4, 6), np.float32),
+  },
   "rms_norm": {
     "x": np.ones((B, N, 6), np.float32),
     "weight": np.ones(6, np.float32),
@@ -86,6 +98,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "k": 2,
     "n_group": 3,
     "topk_group": 2,
+  },
+  "routed_experts": {
+    "x": np.ones((B, 4), np.float32),
+    "experts": np.array([[0, 2], [1, 0]], np.int32),
+    "weights": np.ones((B, 2), np.float32),
+    "gate_up": np.ones((3, 4, 6), np.float32),
+    "down": np.ones((3, 3, 4), np.float32),
   },
   "token_log_probs": {
     "logits": np.zeros((B, N, V), np.float32),
@@ -121,7 +140,7 @@ def same(one: Any, other: Any) -> None:
 
 
 def test_all_ops_are_here():
-  assert set(ARGUMENTS) | {"emit"} == _implementation.CUDA_OPS | {"grouped_matmul"}
+  assert set(ARGUMENTS) | {"emit"} == _implementation.CUDA_OPS
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)
@@ -263,7 +282,7 @@ def test_none_beyond_the_limits_is_xla():
 @pytest.mark.parametrize("op", sorted(set(ARGUMENTS) - {"grouped_matmul"}))
 def test_no_sequences(op: str):
   arguments = {}
-  shared = ("cos", "sin", "weight", "bias")
+  shared = ("cos", "sin", "weight", "bias", "w", "gate_up", "down")
   for name, value in ARGUMENTS[op].items():
     axis = 1 if name in ("cache", "tree_keys") and op == "compact" else 0
     if isinstance(value, np.ndarray) and name not in shared:
