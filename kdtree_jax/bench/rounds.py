@@ -46,12 +46,15 @@ class Effort:
 
   Attributes:
     calls: of a part per program.
+    repeats: of these calls, for a part that takes a few microseconds: to start a
+      program, which has the models' arrays as arguments, takes the host longer.
     runs: measurements; the median counts.
     seconds: of one measurement of a part.
     warmups: calls of the loop that are not measured.
   """
 
   calls: int = 8
+  repeats: int = 50
   runs: int = 7
   seconds: float = 0.02
   warmups: int = 3
@@ -225,7 +228,9 @@ class Rounds:
       times["draft"], _ = self._time(self._draft, roots, add_zero, state)
       logits = [jax.jit(self._draft)(self._arrays, state, root) for root in roots]
       sets = list(zip(logits, roots, strict=True))
-      times["build"], tree = self._time(self._build, sets, _link_last)
+      times["build"], tree = self._time(
+        self._build, sets, _link_last, repeats=self._effort.repeats
+      )
       tokens = jax.random.randint(
         jax.random.key(1), (calls, *tree.token_ids.shape), 0, self._vocab
       )
@@ -239,13 +244,22 @@ class Rounds:
     logits = self._random_logits(verified[0].shape)
     sets = [(x, tree.size) for x in logits]
     times["accept"], accepted = self._time(
-      self._accept, sets, _link_last, tree, state, self._sampler
+      self._accept,
+      sets,
+      _link_last,
+      tree,
+      state,
+      self._sampler,
+      repeats=self._effort.repeats,
     )
     path, length = accepted.path, accepted.length
     start = state.cache.lengths
     sets = [(keys + i, path, length, start) for i in range(calls)]
     times["compact"], _ = self._time(
-      self._compact, sets, carried=jnp.copy(state.cache.data)
+      self._compact,
+      sets,
+      carried=jnp.copy(state.cache.data),
+      repeats=self._effort.repeats,
     )
     if not self._plain:
       sets = [(features + i, path, length, start) for i in range(calls)]
@@ -292,6 +306,7 @@ class Rounds:
     link: Callable[[Any, jax.Array], Any] | None = None,
     *shared: Any,
     carried: Any = None,
+    repeats: int = 1,
   ) -> tuple[float, Any]:
     """Microseconds of `part(arrays, *shared, [carried,] set)`, and a result of it."""
     chain = Chain(
@@ -301,6 +316,7 @@ class Rounds:
       link=link,
       carried=carried,
       shared=(self._arrays, *shared),
+      repeats=repeats,
     )
     effort = self._effort
     timing = measure({"": chain}, runs=effort.runs, seconds=effort.seconds)[""]

@@ -25,9 +25,7 @@ from kdtree_jax.ops.ancestors import ancestors
 from kdtree_jax.ops.tree_attention import tree_attention
 from kdtree_jax.tree import Tree
 
-# Calls of a chain in one program, about.
-MOST_CALLS = 40
-MOST_LAYERS = 4  # calls of a chain
+MOST_LAYERS = 4  # Calls of a chain.
 
 
 @jax.tree_util.register_dataclass
@@ -123,39 +121,45 @@ class LayerParts:
     sparse = [x for x in self._inputs if x.routing is not None]
     dense = [x for x in self._inputs if x.routing is None]
 
-    def time(part, inputs, count, shared=()) -> float:
-      return count * max(self._time(part, inputs, *shared) - link_us, 0.0)
+    def time(part, inputs, count, shared=(), small=False) -> float:
+      return count * max(self._time(part, inputs, small, *shared) - link_us, 0.0)
 
     c, rows = self._config, self._tree.rows
     shape = (1, rows, c.num_attention_heads, c.cache_width)
     queries = jax.random.normal(jax.random.key(4), shape, self._dtype)
     behind = (self._cache.data, self._place)
     whole = time(self._attention_whole, self._inputs[::-1], layers, behind)
-    alone = time(self._attention_alone, self._inputs[::-1], layers, (*behind, queries))
+    alone = time(
+      self._attention_alone, self._inputs[::-1], layers, (*behind, queries), small=True
+    )
     times = {"projections": whole - alone, "attention": alone}
-    times["router"] = time(self._router, sparse, len(sparse))
+    times["router"] = time(self._router, sparse, len(sparse), small=True)
     times["experts"] = time(self._experts, sparse, len(sparse))
     times["shared"] = 0.0
     if self._config.n_shared_experts:
-      times["shared"] = time(self._shared, sparse, len(sparse))
+      times["shared"] = time(self._shared, sparse, len(sparse), small=True)
     times["dense"] = time(self._dense, dense, len(dense)) if dense else 0.0
     times["head"] = time(self._head, self._inputs[:2], 1)
     return times
 
   def _time(
-    self, part: Callable[..., Any], inputs: Sequence[LayerInputs], *shared: Any
+    self,
+    part: Callable[..., Any],
+    inputs: Sequence[LayerInputs],
+    small: bool,
+    *shared: Any,
   ) -> float:
     """Microseconds of one call of `part(arrays, *shared, layer's inputs)`."""
     inputs = inputs[:MOST_LAYERS]
     calls = max(2, len(inputs))
+    repeats = self._effort.repeats * 2 if small else max(self._effort.repeats // 5, 1)
     chain = Chain(
       part,
       inputs,
       calls=calls,
       link=_link,
       shared=(self._arrays, *shared),
-      # So that the device, not the host that starts programs, sets the pace.
-      repeats=-(-MOST_CALLS // calls),
+      repeats=repeats,
     )
     effort = self._effort
     return measure({"": chain}, runs=effort.runs, seconds=effort.seconds)[""].us

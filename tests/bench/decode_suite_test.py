@@ -27,7 +27,7 @@ from kdtree_jax.environment import DECODE_LOOP_OPTIONS
 from kdtree_jax.ops import _implementation
 from tests.decoding import models
 
-EFFORT = Effort(calls=2, runs=2, seconds=1e-4, warmups=1)
+EFFORT = Effort(calls=2, repeats=2, runs=2, seconds=1e-4, warmups=1)
 PROMPT = models.PROMPTS[1]
 
 

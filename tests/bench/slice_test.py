@@ -32,7 +32,7 @@ from tests.decoding import models
 from tests.ops.custom_calls import cuda_text, need_library
 
 ROOT = Path(__file__).parents[2]
-EFFORT = Effort(calls=2, runs=1, seconds=1e-4, warmups=1)
+EFFORT = Effort(calls=2, repeats=2, runs=1, seconds=1e-4, warmups=1)
 LIMITS = Ceilings(bytes_per_second=1e9, flops_per_second=1e12, link_us=0.5)
 CONFIG = models.model_config(
   num_hidden_layers=3, q_lora_rank=32, n_routed_experts=24, num_experts_per_tok=3
