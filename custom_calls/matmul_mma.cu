@@ -161,7 +161,7 @@ struct Consumer {
         AddLast(sums, stage, k_left);
       }
       __syncwarp();
-      if (lane == 0) Arrive(empty + 8 * turn.stage);
+      if (lane < kArrivingLanes) Arrive(empty + 8 * turn.stage);
       turn.Next();
     }
     sums.Join();
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, (Layout<Tiles, kRows>::kBlocks))
   if (threadIdx.x == 0) {
     for (int s = 0; s < L::kStages; ++s) {
       InitBarrier(full + 8 * s, Tiles::kArrivals);
-      InitBarrier(empty + 8 * s, kConsumerWarps);
+      InitBarrier(empty + 8 * s, kConsumerWarps * kArrivingLanes);
     }
     FenceBarrierInit();
   }
