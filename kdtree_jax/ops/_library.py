@@ -170,7 +170,9 @@ def _open() -> ctypes.CDLL:
     why = (
       notes[0].read_text().strip()
       if notes
-      else "this installation was made with KDT_CUDA=OFF, or has lost it; without "
+      else "this installation was made with KDT_CUDA=OFF, or has lost it, or Python "
+      "was started in the source folder, whose kdtree_jax hides an installed one. "
+      "Start it elsewhere, or install with -e; or without "
       f"KDT_CUDA=OFF, {REINSTALL}"
     )
     raise UnusableError(f"the library of CUDA custom calls was not built: {why}")

@@ -23,14 +23,15 @@ def grouped_matmul(
 ) -> jax.Array:
   """`x[i] @ weights[g(i)]`, rows sorted by group.
 
-  In the CUDA form a row's bits depend on the row and its group's weights alone.
+  In the CUDA form a row's bits depend on the row and its group's weights alone. In the
+  XLA form of some platforms NaN in a group's weights reaches other groups' rows.
 
   Args:
     x: [M, K] rows sorted by group, f32 or bf16.
     weights: [G, K, N] one kernel per group, of the same dtype; or an `Int4Weight` of
       these sizes, not gated, whose weights are rounded once to the dtype of `x`.
-    group_sizes: i32 [G] rows per group; one below 0 counts as 0. Rows beyond their sum
-      become 0.
+    group_sizes: i32 [G] rows per group; one below 0 counts as 0. Rows beyond their sum,
+      which must be an i32, become 0.
     implementation: "auto", "xla" or "cuda". "cuda" takes up to 8,192 groups; in bf16
       it reads weights whose K is a multiple of 16 and N of 8 as they are, and others
       after copying them.
