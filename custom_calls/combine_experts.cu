@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 
+#include "chunks.cuh"
 #include "combine_experts.h"
 #include "launch_early.cuh"
 
@@ -13,24 +14,9 @@ constexpr int kThreads = 64;   // few tokens must spread over many SMs
 constexpr int kSlotBatch = 8;  // rows of y in flight
 
 template <typename T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Features {
-  T values[kWidth];
-};
-
-__device__ __forceinline__ float ToFloat(float x) { return x; }
-__device__ __forceinline__ float ToFloat(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-
-__device__ __forceinline__ void Round(float x, float& to) { to = x; }
-__device__ __forceinline__ void Round(float x, __nv_bfloat16& to) {
-  to = __float2bfloat16_rn(x);
-}
-
-template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     CombineExpertsKernel(CombineExpertsArgs a, int token_blocks) {
-  using Vector = Features<T, kWidth>;
+  using Vector = Pack<T, kWidth>;
   WaitForKernelBefore();
   const int token = blockIdx.x / token_blocks;
   const int at = blockIdx.x % token_blocks * kThreads + threadIdx.x;
@@ -64,14 +50,14 @@ __global__ void __launch_bounds__(kThreads)
       if (!valid[s]) continue;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float product = __fmul_rn(weights[s], ToFloat(rows[s].values[i]));
+        const float product = __fmul_rn(weights[s], Widen(rows[s].values[i]));
         sums[i] = __fadd_rn(sums[i], product);
       }
     }
   }
   Vector result;
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) Round(sums[i], result.values[i]);
+  for (int i = 0; i < kWidth; ++i) result.values[i] = Rounded<T>(sums[i]);
   static_cast<Vector*>(a.out)[static_cast<int64_t>(token) * vectors + at] = result;
 }
 

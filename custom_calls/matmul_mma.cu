@@ -64,7 +64,7 @@ __device__ __forceinline__ void ReadRowsTwice(uint32_t stage, int s, int step, i
 template <class Tiles, int kTiles>
 struct Sums {
   static constexpr int kFragments = Tiles::kFragments;
-  static constexpr int kChains = kFragments == 1 ? 2 : 1;
+  static constexpr int kChains = Tiles::kChains;
   float d[kChains][kFragments][kTiles][4] = {};
 
   __device__ __forceinline__ void Add(const uint32_t (&a)[kFragments][4],

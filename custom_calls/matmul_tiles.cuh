@@ -53,6 +53,7 @@ struct Bf16Tiles {
   static constexpr int kFeatures = 128;
   static constexpr int kSlabs = 1;
   static constexpr int kFragments = 2;  // Of 16 features, for each warp.
+  static constexpr int kChains = 1;     // Sums of every so-manyth k step, then joined.
   static constexpr int kBoxBytes = kSlab * kSlabRowBytes;
   static constexpr int kBytes = 2 * kBoxBytes;
   static constexpr float kUnit = 1.f;
@@ -164,6 +165,7 @@ struct Int4Tiles {
   static constexpr int kFeatures = 64;
   static constexpr int kSlabs = 4;
   static constexpr int kFragments = 1;
+  static constexpr int kChains = 2;
   static constexpr int kTileRows = kFeatures / kInt4TileRows;
   static constexpr int kBytes = kTileRows * kSlabs * kInt4TileBytes;
   template <int kRows>

@@ -7,19 +7,12 @@
 #include <cstdint>
 
 #include "chunks.cuh"
+#include "warp_sum.cuh"
 
 namespace kdtree_jax {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-
-__device__ inline float WarpSum(float sum) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, lanes));
-  }
-  return sum;
-}
 
 // The sum over the block, the same for every thread.
 __device__ inline float BlockSum(float sum) {

@@ -5,6 +5,7 @@
 #include "route.h"
 
 #include "log_softmax_math.h"
+#include "warp_sum.cuh"
 
 namespace kdtree_jax {
 namespace {
@@ -48,14 +49,6 @@ __device__ uint32_t WarpBest(uint32_t key, unsigned* id) {
   const uint32_t best = __reduce_max_sync(kWarp, key);
   *id = __reduce_min_sync(kWarp, key == best ? *id : ~0u);
   return best;
-}
-
-__device__ float WarpSum(float sum) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    sum = Add(sum, __shfl_xor_sync(kWarp, sum, lanes));
-  }
-  return sum;
 }
 
 // Which groups are kept, a bit each. A group's score is the sum of its two best keys.

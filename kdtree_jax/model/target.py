@@ -62,7 +62,16 @@ class Block(nnx.Module):
   def step_ffn(
     self, h: jax.Array, attended: jax.Array, implementation: str
   ) -> tuple[jax.Array, jax.Array]:
-    """`h + attended`, and what the MLP adds to it."""
+    """A decode step's second half.
+
+    Args:
+      h: [B, N, D] residual stream before attention was added, f32 or bf16.
+      attended: [B, N, D] what attention adds to it, of the same dtype.
+      implementation: of the ops.
+
+    Returns:
+      (`h + attended` [B, N, D], what the MLP adds to it [B, N, D]).
+    """
     norm = self.post_attention_layernorm
     h, x = add_rms_norm(h, attended, norm.weight[...], norm.eps, implementation)
     if isinstance(self.mlp, MoE):
@@ -227,7 +236,7 @@ class Target(nnx.Module):
 def _normed(
   norm: RMSNorm, h: jax.Array, added: jax.Array | None, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
-  """(h + added, its norm); `added` is None before the first layer."""
+  """(h + added, its norm), both [B, N, D]; `added` is None before the first layer."""
   if added is None:
     return h, norm(h, implementation)
   return add_rms_norm(h, added, norm.weight[...], norm.eps, implementation)
