@@ -20,6 +20,7 @@ become a model that is silently wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -48,7 +49,7 @@ StateDict = dict[str, np.ndarray]
 
 _Config = TypeVar("_Config", ModelConfig, DrafterConfig)
 _Tensor = TypeVar("_Tensor")
-_Plan = dict[str, tuple[str, tuple[int, ...]]]  # name -> KDTR dtype, shape
+Plan = dict[str, tuple[str, tuple[int, ...]]]  # name -> KDTR dtype, shape
 
 _CODES = {"int4": "int4", "bfloat16": "bf16", "float32": "f32"}
 _NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype(np.float32)}
@@ -101,8 +102,7 @@ def save_target(
       floating point or not finite, or a config that int4 groups do not fit.
     ValueError: a format that does not exist, or a tokenizer that is not JSON.
   """
-  _one_of("expert_format", expert_format, ("int4", "bfloat16", "float32"))
-  _one_of("dtype", dtype, ("bfloat16", "float32"))
+  header = model_header(config, dtype, expert_format)
   metadata = dict(metadata or {})
   if _TOKENIZER in metadata:
     raise ValueError(f"metadata[{_TOKENIZER!r}] is reserved: use the argument")
@@ -112,14 +112,7 @@ def save_target(
     except ValueError as error:
       raise ValueError(f"tokenizer_json is not JSON: {error}") from error
     metadata[_TOKENIZER] = tokenizer_json
-  plan = _plan(config, dtype, expert_format, path)
-  header = {
-    "kind": "target",
-    "format_version": FORMAT_VERSION,
-    "dtype": dtype,
-    "expert_format": expert_format,
-    "model": config.to_dict(),
-  }
+  plan = storage_plan(config, dtype, expert_format, path)
   return kdtr.write(path, _convert(config, state_dict, plan, path), header, metadata)
 
 
@@ -149,14 +142,8 @@ def save_drafter(
       floating point or not finite.
     ValueError: a dtype that does not exist.
   """
-  _one_of("dtype", dtype, ("bfloat16", "float32"))
-  plan = _plan(config, dtype, dtype, path)
-  header = {
-    "kind": "drafter",
-    "format_version": FORMAT_VERSION,
-    "dtype": dtype,
-    "model": config.to_dict(),
-  }
+  header = model_header(config, dtype)
+  plan = storage_plan(config, dtype, dtype, path)
   return kdtr.write(path, _convert(config, state_dict, plan, path), header, metadata)
 
 
@@ -231,11 +218,37 @@ def _is_routed_expert(name: str) -> bool:
   return ".mlp.experts." in name
 
 
-def _plan(
+def model_header(
+  config: ModelConfig | DrafterConfig,
+  dtype: FloatFormat,
+  expert_format: ExpertFormat | None = None,
+) -> dict[str, Any]:
+  """The config of a file that holds this model.
+
+  Raises:
+    ValueError: a format that does not exist.
+  """
+  _one_of("dtype", dtype, ("bfloat16", "float32"))
+  header: dict[str, Any] = {
+    "kind": "drafter",
+    "format_version": FORMAT_VERSION,
+    "dtype": dtype,
+  }
+  if isinstance(config, ModelConfig):
+    _one_of("expert_format", expert_format, ("int4", "bfloat16", "float32"))
+    header |= {"kind": "target", "expert_format": expert_format}
+  return header | {"model": config.to_dict()}
+
+
+def storage_plan(
   config: ModelConfig | DrafterConfig, dtype: str, expert_format: str, path: StrPath
-) -> _Plan:
-  """The tensor table that a model of this config and these formats has."""
-  plan: _Plan = {}
+) -> Plan:
+  """The tensor table that a model of this config and these formats has.
+
+  Raises:
+    KdtrError: int4 groups do not fit the sizes of the config.
+  """
+  plan: Plan = {}
   for name, shape in expected_shapes(config).items():
     if _is_routed_expert(name):
       plan[name] = (_CODES[expert_format], shape)
@@ -259,7 +272,7 @@ def _plan(
 def _convert(
   config: ModelConfig | DrafterConfig,
   state_dict: Mapping[str, np.ndarray | Int4Tensor],
-  plan: _Plan,
+  plan: Plan,
   path: StrPath,
 ) -> dict[str, np.ndarray | Int4Tensor]:
   """The tensors to store, after comparison with the config."""
@@ -276,15 +289,22 @@ def _convert(
       )
     code = plan[name][0]
     try:
-      stored[name] = _convert_tensor(value, code)
+      stored[name] = stored_tensor(value, code)
     except ValueError as error:
       raise KdtrError(path, f"tensor {name!r}", str(error)) from error
   return stored
 
 
-def _convert_tensor(
-  value: np.ndarray | Int4Tensor, code: str
-) -> np.ndarray | Int4Tensor:
+def stored_tensor(value: np.ndarray | Int4Tensor, code: str) -> np.ndarray | Int4Tensor:
+  """A weight as a file holds it.
+
+  Args:
+    value: floats, or int4 with groups of 32.
+    code: KDTR dtype, "int4", "bf16" or "f32".
+
+  Raises:
+    ValueError: not floating point, not finite, or what int4 does not hold.
+  """
   if isinstance(value, Int4Tensor):
     exact = dequantize(value)  # Also refuses scales that are not finite.
     if code != "int4":
@@ -304,32 +324,73 @@ def _convert_tensor(
   return result
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredModel:
+  """A file that holds a target or a drafter, open, its table compared.
+
+  Attributes:
+    kind: "target" or "drafter".
+    config: of the model.
+    dtype: of everything but routed experts and router.
+    expert_format: of the routed experts; a drafter's is its dtype.
+    file: the open file.
+  """
+
+  kind: Literal["target", "drafter"]
+  config: ModelConfig | DrafterConfig
+  dtype: FloatFormat
+  expert_format: ExpertFormat
+  file: KdtrFile
+
+  def read(self, name: str) -> np.ndarray | Int4Tensor:
+    """A tensor of `expected_shapes(config)` as it is stored."""
+    if self.file.info(name).dtype == "int4":
+      return _load_int4(self.file, name)
+    return self.file.read(name)
+
+
+def open_model(path: StrPath, kind: str | None = None) -> StoredModel:
+  """Opens a file that `save_target` or `save_drafter` wrote.
+
+  Args:
+    path: the file.
+    kind: "target" or "drafter" where the other is an error.
+
+  Raises:
+    KdtrError: a damaged file, one of another kind, a config with a missing or
+      wrong field, or tensors that are not those of the config.
+  """
+  file = kdtr.open_kdtr(path)
+  found = _member(file, "kind", ("target", "drafter"))
+  if kind not in (None, found):
+    raise KdtrError(path, "config.kind", f"the file holds a {found}, not a {kind}")
+  version = file.config.get("format_version")
+  if version != FORMAT_VERSION:
+    raise KdtrError(
+      path,
+      "config.format_version",
+      f"is {version!r}; this version reads {FORMAT_VERSION}",
+    )
+  dtype = _member(file, "dtype", ("bfloat16", "float32"))
+  experts = dtype
+  if found == "target":
+    experts = _member(file, "expert_format", ("int4", "bfloat16", "float32"))
+  config = _read_config(file, ModelConfig if found == "target" else DrafterConfig)
+  _compare_table(file, storage_plan(config, dtype, experts, path))
+  return StoredModel(found, config, dtype, experts, file)
+
+
 def _read(
   path: StrPath,
   kind: str,
   config_class: type[_Config],
   load: Callable[[KdtrFile, str], _Tensor],
 ) -> tuple[_Config, dict[str, _Tensor], str]:
-  with kdtr.open_kdtr(path) as file:
-    found = _member(file, "kind", ("target", "drafter"))
-    if found != kind:
-      raise KdtrError(path, "config.kind", f"the file holds a {found}, not a {kind}")
-    version = file.config.get("format_version")
-    if version != FORMAT_VERSION:
-      raise KdtrError(
-        path,
-        "config.format_version",
-        f"is {version!r}; this version reads {FORMAT_VERSION}",
-      )
-    dtype = _member(file, "dtype", ("bfloat16", "float32"))
-    experts = dtype
-    if kind == "target":
-      experts = _member(file, "expert_format", ("int4", "bfloat16", "float32"))
-    config = _read_config(file, config_class)
-    plan = _plan(config, dtype, experts, path)
-    _compare_table(file, plan)
-    names = expected_shapes(config)
-    return config, {name: load(file, name) for name in names}, file.fingerprint
+  model = open_model(path, kind)
+  assert isinstance(model.config, config_class)
+  with model.file as file:
+    names = expected_shapes(model.config)
+    return model.config, {name: load(file, name) for name in names}, file.fingerprint
 
 
 def _member(file: KdtrFile, key: str, allowed: tuple[str, ...]) -> Any:
@@ -377,7 +438,7 @@ def _compare_names(found: Mapping[str, Any], expected: Any, path: StrPath) -> No
       )
 
 
-def _compare_table(file: KdtrFile, plan: _Plan) -> None:
+def _compare_table(file: KdtrFile, plan: Plan) -> None:
   _compare_names(dict.fromkeys(file.names), plan, file.path)
   for name, (code, shape) in plan.items():
     info = file.info(name)
