@@ -375,7 +375,9 @@ def open_model(path: StrPath, kind: str | None = None) -> StoredModel:
   experts = dtype
   if found == "target":
     experts = _member(file, "expert_format", ("int4", "bfloat16", "float32"))
-  config = _read_config(file, ModelConfig if found == "target" else DrafterConfig)
+    config = _read_config(file, ModelConfig)
+  else:
+    config = _read_config(file, DrafterConfig)
   _compare_table(file, storage_plan(config, dtype, experts, path))
   return StoredModel(found, config, dtype, experts, file)
 

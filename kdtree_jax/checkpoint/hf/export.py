@@ -1,0 +1,226 @@
+"""KDTR files as Hugging Face directories, for others to load and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtree_jax.checkpoint.hf.export_config import (
+  drafter_config,
+  generation_config,
+  target_config,
+)
+from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
+from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor
+from kdtree_jax.checkpoint.kdtr_format import StrPath
+from kdtree_jax.checkpoint.state_dict import (
+  ExpertFormat,
+  FloatFormat,
+  Plan,
+  StoredModel,
+  expected_shapes,
+  open_model,
+  read_tokenizer_json,
+  storage_plan,
+  stored_tensor,
+)
+from kdtree_jax.config import ModelConfig
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+_DTYPES = {"bf16": "BF16", "f32": "F32"}
+
+
+def export(
+  path: StrPath,
+  directory: StrPath,
+  *,
+  dtype: FloatFormat | None = None,
+  expert_format: ExpertFormat | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+  progress: Callable[[int, int], None] | None = None,
+) -> None:
+  """Writes the model of a KDTR file as a Hugging Face directory.
+
+  A target becomes a `DeepseekV3ForCausalLM` (softmax scores: `DeepseekV2ForCausalLM`)
+  that `transformers` loads, a drafter has the published layout of DFlash. One tensor is
+  in memory at a time. The directory appears under its name when it is complete.
+
+  `transformers` forms RoPE's angles in float32. A model with
+  `rope_angle_dtype = "float64"` therefore differs there in the last bits of cosines and
+  sines, by more the later the position; read back, it has "float32".
+
+  Args:
+    path: a file written by `save_target` or `save_drafter`.
+    directory: to create; it must not exist, or be empty.
+    dtype: "bfloat16" or "float32", of everything but router (always float32) and
+      routed experts; None keeps it.
+    expert_format: of the routed experts. "int4" is compressed-tensors'
+      `pack-quantized`, as Kimi K2.x has them; from int4, "float32" is exact and
+      "bfloat16" rounds once. None keeps it.
+    max_shard_bytes: a larger model is split into files of at most so many bytes (or
+      of one tensor), with an index.
+    progress: called with the bytes done and all bytes, after each tensor.
+
+  Raises:
+    KdtrError: the file is damaged or holds no model.
+    ConfigError: `transformers` would compute something else; names the field.
+    ValueError: an argument is not allowed.
+    FileExistsError: the directory holds something.
+    OSError: it cannot be written.
+  """
+  if dtype not in (None, "bfloat16", "float32"):
+    raise ValueError(f"dtype = {dtype!r} is not allowed: 'bfloat16' or 'float32'")
+  if expert_format not in (None, "int4", "bfloat16", "float32"):
+    raise ValueError(
+      f"expert_format = {expert_format!r} is not allowed: 'int4', 'bfloat16' or "
+      "'float32'"
+    )
+  if max_shard_bytes < 1:
+    raise ValueError(f"max_shard_bytes = {max_shard_bytes} must be at least 1")
+  model = open_model(path)
+  with model.file:
+    dtype = dtype or model.dtype
+    if model.kind == "drafter" and expert_format is not None:
+      raise ValueError("expert_format is of targets; the file holds a drafter")
+    experts = expert_format or (dtype if model.kind == "drafter" else None)
+    experts = experts or model.expert_format
+    plan = storage_plan(model.config, dtype, experts, path)
+    documents = _documents(model, dtype, experts, path)
+    tensors = list(_tensors(model, plan))
+    with _new_directory(Path(directory)) as folder:
+      _write_weights(folder, tensors, max_shard_bytes, progress)
+      for name, text in documents.items():
+        (folder / name).write_text(text, "utf-8")
+
+
+def _documents(
+  model: StoredModel, dtype: str, experts: str, path: StrPath
+) -> dict[str, str]:
+  """Names and contents of everything but the weights."""
+  torch_dtype = "float32" if "float32" in (dtype, experts) else "bfloat16"
+  if not isinstance(model.config, ModelConfig):
+    return {"config.json": _json(drafter_config(model.config, torch_dtype))}
+  documents = {
+    "config.json": _json(target_config(model.config, torch_dtype, experts == "int4")),
+    "generation_config.json": _json(generation_config(model.config)),
+  }
+  tokenizer = read_tokenizer_json(path)
+  if tokenizer is not None:
+    documents["tokenizer.json"] = tokenizer
+    documents["tokenizer_config.json"] = _json(
+      _tokenizer_config(json.loads(tokenizer), model.config)
+    )
+  return documents
+
+
+def _tokenizer_config(tokenizer: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+  """Names the class, and start and stop tokens by their text."""
+  texts = {t["id"]: t["content"] for t in tokenizer.get("added_tokens", [])}
+  tokens = {"bos_token": config.bos_token_id}
+  tokens["eos_token"] = config.eos_token_id[0] if config.eos_token_id else None
+  return {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": config.max_position_embeddings,
+    "clean_up_tokenization_spaces": False,
+    **{name: texts[token] for name, token in tokens.items() if token in texts},
+  }
+
+
+def _tensors(model: StoredModel, plan: Plan) -> Iterator[Tensor]:
+  """The tensors of the directory in the order of the forward pass."""
+  for name in expected_shapes(model.config):
+    code, shape = plan[name]
+    read = functools.partial(_read, model, name, code)
+    if code != "int4":
+      yield Tensor(name, _DTYPES[code], shape, read)
+      continue
+    out_features, in_features = shape
+    packed = (out_features, in_features // 8)
+    scales = (out_features, in_features // GROUP_SIZE)
+    prefix = name.removesuffix(".weight")
+    for part, dtype, part_shape, read in (
+      ("weight_packed", "I32", packed, lambda read=read: _words(read())),
+      ("weight_scale", "BF16", scales, lambda read=read: read().scales),
+      ("weight_shape", "I32", (2,), lambda shape=shape: np.array(shape, np.int32)),
+    ):
+      yield Tensor(f"{prefix}.{part}", dtype, part_shape, read)
+
+
+def _read(model: StoredModel, name: str, code: str) -> Any:
+  return stored_tensor(model.read(name), code)
+
+
+def _words(tensor: Int4Tensor) -> np.ndarray:
+  """Eight nibbles per word, the lowest first: the file's bytes as they are."""
+  return np.ascontiguousarray(tensor.packed).view("<i4")
+
+
+def _write_weights(
+  folder: Path,
+  tensors: list[Tensor],
+  max_shard_bytes: int,
+  progress: Callable[[int, int], None] | None,
+) -> None:
+  total, done = sum(t.nbytes for t in tensors), 0
+
+  def advance(nbytes: int) -> None:
+    nonlocal done
+    done += nbytes
+    if progress is not None:
+      progress(done, total)
+
+  shards = _shards(tensors, max_shard_bytes)
+  if len(shards) == 1:
+    write_safetensors(folder / "model.safetensors", tensors, advance)
+    return
+  weight_map: dict[str, str] = {}
+  for i, shard in enumerate(shards):
+    file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    write_safetensors(folder / file, shard, advance)
+    weight_map |= dict.fromkeys((t.name for t in shard), file)
+  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+  (folder / "model.safetensors.index.json").write_text(_json(index), "utf-8")
+
+
+def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
+  """Consecutive tensors of at most so many bytes, or one larger tensor."""
+  shards: list[list[Tensor]] = [[]]
+  size = 0
+  for tensor in tensors:
+    if shards[-1] and size + tensor.nbytes > max_bytes:
+      shards.append([])
+      size = 0
+    shards[-1].append(tensor)
+    size += tensor.nbytes
+  return shards
+
+
+@contextlib.contextmanager
+def _new_directory(directory: Path) -> Iterator[Path]:
+  """A folder beside `directory` that takes its name once the block ends well."""
+  if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    raise FileExistsError(f"directory = {directory} exists and is not empty")
+  temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
+  try:
+    temporary.mkdir(parents=True)
+    yield temporary
+    if directory.exists():
+      directory.rmdir()  # An empty one; Windows does not replace it.
+    os.rename(temporary, directory)
+  except BaseException:
+    shutil.rmtree(temporary, ignore_errors=True)
+    raise
+
+
+def _json(document: dict[str, Any]) -> str:
+  return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
