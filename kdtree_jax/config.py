@@ -229,6 +229,7 @@ class DrafterConfig(DictMixin):
       both sides, the block included. None where no layer slides.
     rope_amplitude: factor on cos and sin (1.0 as in Hugging Face for
       mscale == mscale_all_dim; a legacy server uses 1 + 0.1 ln(factor)).
+    rope_angle_dtype: as in `ModelConfig`.
     target_fingerprint: fingerprint of the target that the drafter was trained
       on, or None where unknown. A drafter is bonded to one exact target.
   """
@@ -253,6 +254,7 @@ class DrafterConfig(DictMixin):
   layer_types: tuple[str, ...]
   sliding_window: int | None
   target_fingerprint: str | None = None
+  rope_angle_dtype: Literal["float64", "float32"] = "float64"
 
   def __post_init__(self) -> None:
     positive(
@@ -287,6 +289,7 @@ class DrafterConfig(DictMixin):
       f"it must divide num_attention_heads = {self.num_attention_heads}",
     )
     check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
+    one_of(self, "rope_angle_dtype", ("float64", "float32"))
     check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
     for layer in self.target_layer_ids:
       check(

@@ -311,7 +311,7 @@ class DFlash(nnx.Module):
       length,
       config.rope_theta,
       config.rope_scaling,
-      "float64",
+      config.rope_angle_dtype,
       config.rope_amplitude,
     )
 

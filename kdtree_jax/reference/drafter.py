@@ -60,7 +60,8 @@ def draft(
     config.head_dim,
     config.rope_theta,
     config.rope_scaling,
-    amplitude=config.rope_amplitude,
+    config.rope_angle_dtype,
+    config.rope_amplitude,
   )
   for layer in range(config.num_hidden_layers):
     prefix = f"layers.{layer}"

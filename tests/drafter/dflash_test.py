@@ -9,6 +9,7 @@ from flax import nnx
 from kdtree_jax.config import ConfigError
 from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.reference.drafter import draft as reference_draft
+from kdtree_jax.reference.rope import rope_table
 from kdtree_jax.reference.weights import drafter_weight_shapes, random_drafter_weights
 from tests.drafter.fake_target import (
   KIMI_YARN,
@@ -78,6 +79,21 @@ def test_injected_keys_and_values_equal_the_concatenated_form(overrides):
       np.float64,
     )
     np.testing.assert_allclose(logits[b], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_angles_take_the_dtype_that_the_config_names(dtype):
+  config = make_config(**KIMI, rope_angle_dtype=dtype)
+  state = make_drafter(config).init_state(1, 4096)
+  tables = {
+    name: rope_table(
+      config.head_dim, 4096 + config.block_size, 5e4, KIMI_YARN, name, 1.416
+    )
+    for name in ("float64", "float32")
+  }
+  np.testing.assert_array_equal(state.cos, tables[dtype].cos)
+  np.testing.assert_array_equal(state.sin, tables[dtype].sin)
+  assert (tables["float64"].cos != tables["float32"].cos).any()
 
 
 @pytest.mark.parametrize("overrides", [{}, KIMI], ids=["full", "kimi"])
