@@ -135,6 +135,14 @@ class KdtrFile:
       )
     return self._checked(info).reshape(*info.shape[:-1], info.shape[-1] // 2)
 
+  def check(self, name: str) -> None:
+    """Checks a tensor that has not been checked yet.
+
+    Raises:
+      KdtrError: no such tensor, or its bytes are damaged.
+    """
+    self._checked(self.info(name))
+
   def verify(self) -> None:
     """Checks every tensor that has not been checked yet.
 

@@ -77,10 +77,7 @@ def write(
 
   with _replacing(Path(path)) as file:
     data_start = fmt.align(fmt.PREAMBLE.size + len(raw))
-    preamble = fmt.PREAMBLE.pack(
-      fmt.MAGIC, fmt.VERSION, data_start + position, len(raw), zlib.crc32(raw), 0
-    )[:-4]
-    file.write(preamble + zlib.crc32(preamble).to_bytes(4, "little"))
+    file.write(preamble(data_start + position, raw))
     file.write(raw)
     _pad(file)
     for info, (name, dtype, shape, data) in zip(
@@ -110,18 +107,40 @@ def fingerprint(tensors: list[TensorInfo] | tuple[TensorInfo, ...]) -> str:
   return digest.hexdigest()
 
 
+def preamble(file_bytes: int, raw_header: bytes) -> bytes:
+  """The first bytes of a file of this size and header."""
+  checked = fmt.PREAMBLE.pack(
+    fmt.MAGIC, fmt.VERSION, file_bytes, len(raw_header), zlib.crc32(raw_header), 0
+  )[:-4]
+  return checked + zlib.crc32(checked).to_bytes(4, "little")
+
+
+# A tensor as it is stored: name, dtype, logical shape, flat uint8 data.
+StoredRow = tuple[str, str, tuple[int, ...], np.ndarray]
+
+
+def stored_rows(
+  name: str, value: np.ndarray | Int4Tensor, path: StrPath
+) -> Iterator[StoredRow]:
+  """What an array, or nibbles and scales of an Int4Tensor, are stored as.
+
+  Raises:
+    KdtrError: a dtype or shape that the format does not hold.
+  """
+  if isinstance(value, Int4Tensor):
+    yield name, fmt.INT4, value.shape, _flat(value.packed)
+    yield f"{name}{SCALE_SUFFIX}", "bf16", value.scales.shape, _flat(value.scales)
+  else:
+    yield name, *_encode(value, f"tensor {name!r}", path)
+
+
 def _stored(
   tensors: Mapping[str, np.ndarray | Int4Tensor], path: StrPath
-) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
-  """Yields (name, dtype, logical shape, flat uint8 data) in file order."""
+) -> Iterator[StoredRow]:
+  """The rows of all tensors in file order."""
   for index, name in enumerate(tensors):
     fmt.check_name(name, f"tensors[{index}].name", path)
-    value = tensors[name]
-    if isinstance(value, Int4Tensor):
-      yield name, fmt.INT4, value.shape, _flat(value.packed)
-      yield f"{name}{SCALE_SUFFIX}", "bf16", value.scales.shape, _flat(value.scales)
-    else:
-      yield name, *_encode(value, f"tensor {name!r}", path)
+    yield from stored_rows(name, tensors[name], path)
 
 
 def _encode(
@@ -172,9 +191,14 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
   except BaseException:
     temporary.unlink(missing_ok=True)
     raise
+  sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+  """Waits until the names in a folder are on disk, where the system can."""
   if os.name == "posix":
-    folder = os.open(path.parent, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-      os.fsync(folder)
+      os.fsync(descriptor)
     finally:
-      os.close(folder)
+      os.close(descriptor)
