@@ -17,9 +17,12 @@ from kdtree_jax.checkpoint.state_dict import (
   read_kind,
   read_target,
   read_target_as_stored,
-  read_tokenizer_json,
   save_drafter,
   save_target,
+)
+from kdtree_jax.checkpoint.tokenizer_files import (
+  read_tokenizer_files,
+  read_tokenizer_json,
 )
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
   "read_kind",
   "read_target",
   "read_target_as_stored",
+  "read_tokenizer_files",
   "read_tokenizer_json",
   "save_drafter",
   "save_target",

@@ -38,6 +38,7 @@ from kdtree_jax.checkpoint.int4 import (
 )
 from kdtree_jax.checkpoint.kdtr import SCALE_SUFFIX, KdtrError, KdtrFile
 from kdtree_jax.checkpoint.kdtr_format import StrPath
+from kdtree_jax.checkpoint.tokenizer_files import TOKENIZER_JSON
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.reference.weights import drafter_weight_shapes, weight_shapes
 
@@ -53,7 +54,6 @@ Plan = dict[str, tuple[str, tuple[int, ...]]]  # name -> KDTR dtype, shape
 
 _CODES = {"int4": "int4", "bfloat16": "bf16", "float32": "f32"}
 _NUMPY = {"bf16": np.dtype(ml_dtypes.bfloat16), "f32": np.dtype(np.float32)}
-_TOKENIZER = "tokenizer_json"
 
 
 def expected_shapes(config: ModelConfig | DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -104,14 +104,14 @@ def save_target(
   """
   header = model_header(config, dtype, expert_format)
   metadata = dict(metadata or {})
-  if _TOKENIZER in metadata:
-    raise ValueError(f"metadata[{_TOKENIZER!r}] is reserved: use the argument")
+  if TOKENIZER_JSON in metadata:
+    raise ValueError(f"metadata[{TOKENIZER_JSON!r}] is reserved: use the argument")
   if tokenizer_json is not None:
     try:
       json.loads(tokenizer_json)
     except ValueError as error:
       raise ValueError(f"tokenizer_json is not JSON: {error}") from error
-    metadata[_TOKENIZER] = tokenizer_json
+    metadata[TOKENIZER_JSON] = tokenizer_json
   plan = storage_plan(config, dtype, expert_format, path)
   return kdtr.write(path, _convert(config, state_dict, plan, path), header, metadata)
 
@@ -194,19 +194,6 @@ def read_kind(path: StrPath) -> Literal["target", "drafter"]:
   """
   with kdtr.open_kdtr(path) as file:
     return _member(file, "kind", ("target", "drafter"))
-
-
-def read_tokenizer_json(path: StrPath) -> str | None:
-  """The `tokenizer.json` that travels with a target, or None.
-
-  Raises:
-    KdtrError: a damaged file, or a member that is not text.
-  """
-  with kdtr.open_kdtr(path) as file:
-    text = file.metadata.get(_TOKENIZER)
-  if text is not None and not isinstance(text, str):
-    raise KdtrError(path, f"metadata.{_TOKENIZER}", "must be text")
-  return text
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -29,10 +29,10 @@ from kdtree_jax.checkpoint.state_dict import (
   StoredModel,
   expected_shapes,
   open_model,
-  read_tokenizer_json,
   storage_plan,
   stored_tensor,
 )
+from kdtree_jax.checkpoint.tokenizer_files import read_tokenizer_files
 from kdtree_jax.config import ModelConfig
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -114,13 +114,11 @@ def _documents(
     "config.json": _json(target_config(model.config, torch_dtype, experts == "int4")),
     "generation_config.json": _json(generation_config(model.config)),
   }
-  tokenizer = read_tokenizer_json(path)
-  if tokenizer is not None:
-    documents["tokenizer.json"] = tokenizer
-    documents["tokenizer_config.json"] = _json(
-      _tokenizer_config(json.loads(tokenizer), model.config)
-    )
-  return documents
+  files = read_tokenizer_files(path)
+  if "tokenizer.json" in files:
+    tokenizer = _tokenizer_config(json.loads(files["tokenizer.json"]), model.config)
+    documents["tokenizer_config.json"] = _json(tokenizer)
+  return documents | files
 
 
 def _tokenizer_config(tokenizer: dict[str, Any], config: ModelConfig) -> dict[str, Any]:

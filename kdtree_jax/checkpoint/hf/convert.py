@@ -1,0 +1,186 @@
+"""Hugging Face directories to KDTR files, tensor by tensor, resumably."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kdtree_jax.checkpoint.hf.config import CONFIG_FILE
+from kdtree_jax.checkpoint.hf.drafter import is_drafter, read_hf_drafter
+from kdtree_jax.checkpoint.hf.errors import CheckpointError
+from kdtree_jax.checkpoint.hf.safetensors import load_json
+from kdtree_jax.checkpoint.hf.target import read_hf_target
+from kdtree_jax.checkpoint.int4 import Int4Tensor
+from kdtree_jax.checkpoint.kdtr_format import StrPath
+from kdtree_jax.checkpoint.kdtr_resumable import Progress, Row, write_resumable
+from kdtree_jax.checkpoint.state_dict import (
+  ExpertFormat,
+  FloatFormat,
+  model_header,
+  storage_plan,
+  stored_tensor,
+)
+from kdtree_jax.checkpoint.tokenizer_files import TOKENIZER_FILES, TOKENIZER_JSON
+from kdtree_jax.config import DrafterConfig, ModelConfig
+
+# A part that another version of the rules began is not continued.
+_RULES = 1
+
+# What a tokenizer is made of, beside tokenizer.json.
+_TOKENIZER_FILES = (
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "chat_template.jinja",
+  "tiktoken.model",
+)
+
+
+def convert(
+  directory: StrPath,
+  path: StrPath,
+  *,
+  dtype: FloatFormat = "bfloat16",
+  expert_format: ExpertFormat | Literal["as_stored"] = "as_stored",
+  overwrite: bool = False,
+  restart: bool = False,
+  progress: Callable[[Progress], None] = lambda _: None,
+) -> str:
+  """Converts a Hugging Face directory to one KDTR file.
+
+  One tensor is in memory at a time. If the process ends early, the same call goes on
+  where it was and gives the same bytes; what there is of the file is called
+  `<path>.part`, with a journal beside it, and gets its name after every tensor has been
+  read back and its CRC32 compared.
+
+  Args:
+    directory: a target or a DFlash drafter, as `load_checkpoint` takes it.
+    path: KDTR file to write.
+    dtype: "bfloat16" or "float32", of everything but routed experts and the router
+      (always float32). Each value is rounded once at most.
+    expert_format: of a target's routed experts. "as_stored" is int4 if the directory
+      has them in int4, else as `dtype`. "int4" keeps int4 bit for bit, and quantises
+      floats by the rule of `quantize`.
+    overwrite: whether an existing `path` is replaced.
+    restart: whether to discard what an earlier call left, rather than go on.
+    progress: called after each tensor of each stage.
+
+  Returns:
+    The fingerprint of the file.
+
+  Raises:
+    FileNotFoundError: no such directory.
+    FileExistsError: `path` exists.
+    CheckpointError: the directory is damaged, disagrees with itself or is not
+      supported; names file, tensor or field, and reason.
+    KdtrError: what an earlier call left is of another directory or other arguments, or
+      the check found damage, which calling again repairs.
+    ValueError: an argument is not allowed, or a tensor holds what the format does not.
+    OSError: a file cannot be written; what has been is kept for a later call.
+  """
+  path = Path(path)
+  if expert_format not in ("as_stored", "int4", "bfloat16", "float32"):
+    raise ValueError(
+      f"expert_format = {expert_format!r} is not allowed: 'as_stored', 'int4', "
+      "'bfloat16' or 'float32'"
+    )
+  source = _open(Path(directory))
+  if path.is_dir():
+    raise ValueError(f"path = {path} is a folder; it must name a file")
+  if path.exists() and not overwrite:
+    raise FileExistsError(f"path = {path} exists")
+  experts = None
+  if isinstance(source.config, ModelConfig):
+    experts = expert_format
+    if experts == "as_stored":
+      experts = "int4" if source.int4 else dtype
+  elif expert_format != "as_stored":
+    raise ValueError(
+      f"expert_format = {expert_format!r} is of targets; the directory holds a drafter"
+    )
+  header = model_header(source.config, dtype, experts)
+  plan = storage_plan(source.config, dtype, experts or dtype, path)
+  return write_resumable(
+    path,
+    [Row(name, code, shape) for name, (code, shape) in plan.items()],
+    lambda name: source.read(name, plan[name][0]),
+    header,
+    {"source_fingerprint": source.fingerprint, **_tokenizer(source.directory)},
+    identity={
+      "source": source.fingerprint,
+      "dtype": dtype,
+      "expert_format": experts,
+      "rules": _RULES,
+    },
+    restart=restart,
+    progress=progress,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """An open directory.
+
+  Attributes:
+    directory: where it is.
+    config: of the model.
+    weights: by name, read when asked for.
+    fingerprint: identifies the model.
+    int4: whether routed experts are int4.
+  """
+
+  directory: Path
+  config: ModelConfig | DrafterConfig
+  weights: Mapping[str, np.ndarray | Int4Tensor]
+  fingerprint: str
+  int4: bool
+
+  def read(self, name: str, code: str) -> np.ndarray | Int4Tensor:
+    try:
+      return stored_tensor(self.weights[name], code)
+    except CheckpointError:
+      raise
+    except ValueError as error:
+      raise CheckpointError(self.directory, f"tensor {name!r}", str(error)) from error
+
+
+def _open(directory: Path) -> _Source:
+  if not directory.is_dir():
+    raise FileNotFoundError(f"directory = {directory} does not exist")
+  if is_drafter(load_json(directory / CONFIG_FILE)):
+    config, weights, fingerprint = read_hf_drafter(directory)
+    return _Source(directory, config, weights, fingerprint, int4=False)
+  config, weights, fingerprint = read_hf_target(directory)
+  experts = (name for name in weights if ".mlp.experts." in name)
+  int4 = any(weights.describe(name)[1] for name in experts)
+  return _Source(directory, config, weights, fingerprint, int4)
+
+
+def _tokenizer(directory: Path) -> dict[str, Any]:
+  """The members of the metadata that hold the tokenizer's files as text."""
+  members: dict[str, Any] = {}
+  text = _text(directory / "tokenizer.json")
+  if text is not None:
+    try:
+      json.loads(text)
+    except ValueError as error:
+      raise CheckpointError(directory / "tokenizer.json", "JSON", str(error)) from error
+    members[TOKENIZER_JSON] = text
+  files = {name: _text(directory / name) for name in _TOKENIZER_FILES}
+  files = {name: text for name, text in files.items() if text is not None}
+  if files:
+    members[TOKENIZER_FILES] = files
+  return members
+
+
+def _text(path: Path) -> str | None:
+  try:
+    return path.read_bytes().decode("utf-8")
+  except FileNotFoundError:
+    return None
+  except UnicodeDecodeError as error:
+    raise CheckpointError(path, "text", f"is not UTF-8: {error}") from error
