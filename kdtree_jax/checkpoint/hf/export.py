@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -10,16 +11,18 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
 from kdtree_jax.checkpoint.hf.export_config import (
   drafter_config,
   generation_config,
   target_config,
 )
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
+from kdtree_jax.checkpoint.hf.target import read_hf_target
 from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor
 from kdtree_jax.checkpoint.kdtr_format import StrPath
 from kdtree_jax.checkpoint.state_dict import (
@@ -33,7 +36,7 @@ from kdtree_jax.checkpoint.state_dict import (
   stored_tensor,
 )
 from kdtree_jax.checkpoint.tokenizer_files import read_tokenizer_files
-from kdtree_jax.config import ModelConfig
+from kdtree_jax.config import ConfigError, DrafterConfig, ModelConfig
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -44,8 +47,8 @@ def export(
   path: StrPath,
   directory: StrPath,
   *,
-  dtype: FloatFormat | None = None,
-  expert_format: ExpertFormat | None = None,
+  dtype: FloatFormat | Literal["as_stored"] = "as_stored",
+  expert_format: ExpertFormat | Literal["as_stored"] = "as_stored",
   max_shard_bytes: int = MAX_SHARD_BYTES,
   progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -53,7 +56,8 @@ def export(
 
   A target becomes a `DeepseekV3ForCausalLM` (softmax scores: `DeepseekV2ForCausalLM`)
   that `transformers` loads, a drafter has the published layout of DFlash. One tensor is
-  in memory at a time. The directory appears under its name when it is complete.
+  in memory at a time. The directory appears under its name when it is complete and has
+  been opened as `load_checkpoint` would.
 
   `transformers` forms RoPE's angles in float32. A model with
   `rope_angle_dtype = "float64"` therefore differs there in the last bits of cosines and
@@ -63,10 +67,10 @@ def export(
     path: a file written by `save_target` or `save_drafter`.
     directory: to create; it must not exist, or be empty.
     dtype: "bfloat16" or "float32", of everything but router (always float32) and
-      routed experts; None keeps it.
+      routed experts; "as_stored" keeps it.
     expert_format: of the routed experts. "int4" is compressed-tensors'
       `pack-quantized`, as Kimi K2.x has them; from int4, "float32" is exact and
-      "bfloat16" rounds once. None keeps it.
+      "bfloat16" rounds once.
     max_shard_bytes: a larger model is split into files of at most so many bytes (or
       of one tensor), with an index.
     progress: called with the bytes done and all bytes, after each tensor.
@@ -78,29 +82,35 @@ def export(
     FileExistsError: the directory holds something.
     OSError: it cannot be written.
   """
-  if dtype not in (None, "bfloat16", "float32"):
-    raise ValueError(f"dtype = {dtype!r} is not allowed: 'bfloat16' or 'float32'")
-  if expert_format not in (None, "int4", "bfloat16", "float32"):
+  if dtype not in ("as_stored", "bfloat16", "float32"):
     raise ValueError(
-      f"expert_format = {expert_format!r} is not allowed: 'int4', 'bfloat16' or "
-      "'float32'"
+      f"dtype = {dtype!r} is not allowed: 'as_stored', 'bfloat16' or 'float32'"
+    )
+  if expert_format not in ("as_stored", "int4", "bfloat16", "float32"):
+    raise ValueError(
+      f"expert_format = {expert_format!r} is not allowed: 'as_stored', 'int4', "
+      "'bfloat16' or 'float32'"
     )
   if max_shard_bytes < 1:
     raise ValueError(f"max_shard_bytes = {max_shard_bytes} must be at least 1")
   model = open_model(path)
   with model.file:
-    dtype = dtype or model.dtype
-    if model.kind == "drafter" and expert_format is not None:
-      raise ValueError("expert_format is of targets; the file holds a drafter")
-    experts = expert_format or (dtype if model.kind == "drafter" else None)
-    experts = experts or model.expert_format
-    plan = storage_plan(model.config, dtype, experts, path)
-    documents = _documents(model, dtype, experts, path)
+    if model.kind == "drafter" and expert_format != "as_stored":
+      raise ValueError(
+        f"expert_format = {expert_format!r} is of targets; the file holds a drafter"
+      )
+    if dtype == "as_stored":
+      dtype = model.dtype
+    if expert_format == "as_stored":
+      expert_format = model.expert_format
+    plan = storage_plan(model.config, dtype, expert_format, path)
+    documents = _documents(model, dtype, expert_format, path)
     tensors = list(_tensors(model, plan))
     with _new_directory(Path(directory)) as folder:
       _write_weights(folder, tensors, max_shard_bytes, progress)
       for name, text in documents.items():
-        (folder / name).write_text(text, "utf-8")
+        (folder / name).write_bytes(text.encode())
+      _check_read_back(folder, model.config)
 
 
 def _documents(
@@ -201,6 +211,22 @@ def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
     shards[-1].append(tensor)
     size += tensor.nbytes
   return shards
+
+
+def _check_read_back(folder: Path, config: ModelConfig | DrafterConfig) -> None:
+  """Opens the directory, and compares the config except for what it cannot say."""
+  if isinstance(config, ModelConfig):
+    found = read_hf_target(folder)[0]
+    unsaid = ("rope_angle_dtype", "model_type")
+  else:
+    found = read_hf_drafter(folder)[0]
+    unsaid = ("rope_angle_dtype", "target_fingerprint")
+  for field in dataclasses.fields(config):
+    ours, theirs = getattr(config, field.name), getattr(found, field.name)
+    if ours != theirs and field.name not in unsaid:
+      raise ConfigError(
+        f"{field.name} = {ours!r} cannot be exported: it would be read as {theirs!r}"
+      )
 
 
 @contextlib.contextmanager

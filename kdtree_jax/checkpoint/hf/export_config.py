@@ -116,6 +116,8 @@ def drafter_config(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
     "sliding_window",
   ):
     fields[name] = getattr(config, name)
+  if config.target_hidden_size != config.hidden_size:
+    fields["target_hidden_size"] = config.target_hidden_size
   return fields | {
     "rope_scaling": _yarn(config.rope_scaling),
     "layer_types": list(config.layer_types),
