@@ -15,6 +15,7 @@ from kdtree_jax.checkpoint.state_dict import (
 )
 from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.model import Target, target_from_state_dict
+from kdtree_jax.model.placement import Placement, place
 from kdtree_jax.model.state_dict import ExpertDtype, check_expert_dtype
 
 DTYPES = ("float32", "bfloat16")
@@ -26,53 +27,87 @@ def load_checkpoint(
   path: StrPath,
   dtype: Dtype = "bfloat16",
   expert_dtype: ExpertDtype = "as_stored",
+  sharding: Placement = None,
 ) -> Target | DFlash:
-  """Loads the target or the drafter that a KDTR file holds.
+  """Loads the target or the drafter that a KDTR file or a directory holds.
+
+  A directory's weights are read tensor by tensor as the parameters are built, so that
+  the host holds no more than one of them besides the result.
 
   Args:
-    path: a file written by `save_target` or `save_drafter`.
+    path: a file written by `save_target` or `save_drafter`, or a directory as Hugging
+      Face publishes them: DeepSeek-V3 and R1, DeepSeek-V2-Lite, Moonlight, Kimi K2 to
+      K2.6, or a DFlash drafter.
     dtype: of activations and parameters. Stored values, quantised ones too, are
       read exactly under float32 and rounded once under bfloat16.
     expert_dtype: how a target holds its routed experts. "as_stored": int4 if the file
       has them in int4, else as `dtype`. "int4": int4, quantised while loading by the
       rule of `quantize` if the file has floats. "dequantized": as `dtype`, whatever
       the file has; on a CPU, faster than int4 and larger.
+    sharding: where parameters go: a `jax.sharding.Sharding` for all of them; a function
+      of a parameter's name ("layers.3.mlp.experts.down", ...) and its shape that
+      returns one; or None for JAX's default device.
 
   Raises:
-    FileNotFoundError: no such file.
+    FileNotFoundError: no such file or directory.
     KdtrError: the file is damaged or does not hold a model.
+    CheckpointError: the same of a directory; it names file, tensor or field, reason.
     ValueError: an argument is not one of the allowed values, or int4 does not fit the
       sizes of the model.
   """
   check_expert_dtype(expert_dtype)
-  if read_kind(_existing(path)) == "target":
-    return load_target(path, dtype, expert_dtype)
-  return load_drafter(path, dtype)
+  if _kind(_existing(path)) == "target":
+    return load_target(path, dtype, expert_dtype, sharding)
+  return load_drafter(path, dtype, sharding)
 
 
 def load_target(
   path: StrPath,
   dtype: Dtype = "bfloat16",
   expert_dtype: ExpertDtype = "as_stored",
+  sharding: Placement = None,
 ) -> Target:
-  """As `load_checkpoint`, for a file that holds a target."""
+  """As `load_checkpoint`, for a file or a directory that holds a target."""
   compute_dtype = _dtype(dtype)
   check_expert_dtype(expert_dtype)
-  config, weights, fingerprint = read_target_as_stored(_existing(path))
+  if _existing(path).is_dir():
+    from kdtree_jax.checkpoint.hf.target import read_hf_target
+
+    config, weights, fingerprint = read_hf_target(path)
+  else:
+    config, weights, fingerprint = read_target_as_stored(path)
   return target_from_state_dict(
     config,
     weights,
     dtype=compute_dtype,
     fingerprint=fingerprint,
     expert_dtype=expert_dtype,
+    sharding=sharding,
   )
 
 
-def load_drafter(path: StrPath, dtype: Dtype = "bfloat16") -> DFlash:
-  """As `load_checkpoint`, for a file that holds a drafter."""
+def load_drafter(
+  path: StrPath, dtype: Dtype = "bfloat16", sharding: Placement = None
+) -> DFlash:
+  """As `load_checkpoint`, for a file or a directory that holds a drafter."""
   compute_dtype = _dtype(dtype)
-  config, weights, _ = read_drafter(_existing(path))
-  return DFlash.from_state_dict(config, weights, compute_dtype)
+  if _existing(path).is_dir():
+    from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
+
+    config, weights, _ = read_hf_drafter(path)
+  else:
+    config, weights, _ = read_drafter(path)
+  return place(DFlash.from_state_dict(config, weights, compute_dtype), sharding)
+
+
+def _kind(path: Path) -> Literal["target", "drafter"]:
+  if not path.is_dir():
+    return read_kind(path)
+  from kdtree_jax.checkpoint.hf.config import CONFIG_FILE
+  from kdtree_jax.checkpoint.hf.drafter import is_drafter
+  from kdtree_jax.checkpoint.hf.safetensors import load_json
+
+  return "drafter" if is_drafter(load_json(path / CONFIG_FILE)) else "target"
 
 
 def _dtype(name: str) -> jnp.dtype:
@@ -83,8 +118,6 @@ def _dtype(name: str) -> jnp.dtype:
 
 def _existing(path: StrPath) -> Path:
   path = Path(path)
-  if path.is_dir():
-    raise ValueError(f"path = {path} is a folder; a KDTR file is expected")
   if not path.exists():
     raise FileNotFoundError(f"path = {path} does not exist")
   return path

@@ -4,11 +4,15 @@ A state dict maps `model.layers.0.self_attn.o_proj.weight` and the like to numpy
 arrays, linear weights as [out, in]; routed experts may be Int4Tensors. The module's
 own layout differs (kernels [in, out], gate and up joined, heads split, experts
 stacked, int4 in tiles). This file is the only place that knows both.
+
+Building reads a tensor when its place in the result exists, copies it there and drops
+it: a mapping that reads files costs no more than one tensor besides the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,6 +22,7 @@ from flax import nnx
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.moe import Experts, MoE
+from kdtree_jax.model.placement import Placement, put, variables
 from kdtree_jax.model.target import Block, Target
 from kdtree_jax.ops import int4_weight
 from kdtree_jax.ops.int4_weight import Int4Weight
@@ -27,32 +32,47 @@ if TYPE_CHECKING:  # That package imports this file.
   from kdtree_jax.checkpoint.int4 import Int4Tensor
 
 ExpertDtype = Literal["as_stored", "int4", "dequantized"]
+_Read = Callable[[], Any]  # Reads a tensor: an array, or an Int4Tensor.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """Variables of the module and the tensors that make them up."""
+  """Variables of the module and the tensors that make them up.
+
+  `pack` fills empty arrays of the variables' shapes and dtypes from functions that read
+  the tensors in the order of `names`; `unpack` takes the variables' values.
+  """
 
   variables: tuple[nnx.Variable, ...]
   names: tuple[str, ...]
-  pack: Callable[..., tuple[np.ndarray, ...]]  # tensors in order -> variables
-  unpack: Callable[..., tuple[Any, ...]]  # and back
+  pack: Callable[[tuple[np.ndarray, ...], tuple[_Read, ...]], None]
+  unpack: Callable[..., tuple[Any, ...]]
   int4: bool = False  # Tensors are Int4Tensors.
 
 
 def _as_is(variable: nnx.Variable, name: str) -> _Entry:
-  return _Entry((variable,), (name,), lambda w: (w,), lambda v: (v,))
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    into[0][...] = read[0]()
+
+  return _Entry((variable,), (name,), pack, lambda v: (v,))
 
 
 def _kernel(variable: nnx.Variable, name: str) -> _Entry:
-  return _Entry((variable,), (name,), lambda w: (w.T,), lambda v: (v.T,))
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    into[0][...] = read[0]().T
+
+  return _Entry((variable,), (name,), pack, lambda v: (v.T,))
 
 
 def _gate_up(variable: nnx.Variable, prefix: str) -> _Entry:
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    for half, tensor in zip(np.split(into[0], 2, axis=1), read, strict=True):
+      half[...] = tensor().T
+
   return _Entry(
     (variable,),
     (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
-    lambda gate, up: (np.concatenate([gate.T, up.T], axis=1),),
+    pack,
     lambda v: tuple(half.T for half in np.split(v, 2, axis=1)),
   )
 
@@ -74,9 +94,9 @@ def _attention(attn, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
   yield _kernel(attn.kv_a_proj.kernel, f"{prefix}.kv_a_proj_with_mqa.weight")
   yield _as_is(attn.kv_a_layernorm.weight, f"{prefix}.kv_a_layernorm.weight")
 
-  def pack_kv_b(weight: np.ndarray) -> tuple[np.ndarray, ...]:
-    heads = weight.reshape(H, C + E, R)
-    return heads[:, :C], heads[:, C:].swapaxes(1, 2)
+  def pack_kv_b(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    heads = read[0]().reshape(H, C + E, R)
+    into[0][...], into[1][...] = heads[:, :C], heads[:, C:].swapaxes(1, 2)
 
   def unpack_kv_b(k_up: np.ndarray, v_up: np.ndarray) -> tuple[np.ndarray, ...]:
     return (np.concatenate([k_up, v_up.swapaxes(1, 2)], 1).reshape(-1, R),)
@@ -112,10 +132,16 @@ def _experts(experts: Experts, config: ModelConfig, prefix: str) -> Iterator[_En
   E = config.n_routed_experts
   expert_axis = 1 if experts.dense else 0
 
-  def pack_gate_up(*weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    gate = np.stack([w.T for w in weights[:E]], axis=expert_axis)
-    up = np.stack([w.T for w in weights[E:]], axis=expert_axis)
-    return (np.concatenate([gate, up], axis=2),)
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    kernels = np.moveaxis(into[0], expert_axis, 0)
+    for e in range(E):
+      gate, up = np.split(kernels[e], 2, axis=1)
+      gate[...] = read[e]().T
+      up[...] = read[E + e]().T
+
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    for kernel, tensor in zip(into[0], read, strict=True):
+      kernel[...] = tensor().T
 
   def unpack_gate_up(value: np.ndarray) -> tuple[np.ndarray, ...]:
     halves = np.split(value, 2, axis=2)
@@ -130,7 +156,7 @@ def _experts(experts: Experts, config: ModelConfig, prefix: str) -> Iterator[_En
   yield _Entry(
     (experts.down,),
     _names(prefix, config, "down"),
-    lambda *weights: (np.stack([w.T for w in weights]),),
+    pack_down,
     lambda v: tuple(w.T for w in v),
   )
 
@@ -144,25 +170,21 @@ def _int4_experts(
     config.moe_intermediate_size,
   )
 
-  def pack_gate_up(*weights: Callable[[], Int4Tensor]) -> tuple[np.ndarray, ...]:
-    tiles = np.empty(int4_weight.tiles_shape(E, D, 2 * F, gated=True), np.uint8)
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
     for e in range(E):
-      gate, up = weights[e](), weights[E + e]()
+      gate, up = read[e](), read[E + e]()
       packed = np.concatenate([gate.packed, up.packed])
       scales = np.concatenate([gate.scales, up.scales])
-      tiles[e] = int4_weight.pack_tiles(packed, scales, gated=True)
-    return (tiles,)
+      into[0][e] = int4_weight.pack_tiles(packed, scales, gated=True)
 
   def unpack_gate_up(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
     both = [_int4_tensor(t, D, 2 * F, gated=True) for t in tiles]
     return tuple(_rows(w, part) for part in (slice(F), slice(F, None)) for w in both)
 
-  def pack_down(*weights: Callable[[], Int4Tensor]) -> tuple[np.ndarray, ...]:
-    tiles = np.empty(int4_weight.tiles_shape(E, F, D), np.uint8)
-    for e, weight in enumerate(weights):
-      tensor = weight()
-      tiles[e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
-    return (tiles,)
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    for e in range(E):
+      tensor = read[e]()
+      into[0][e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
 
   def unpack_down(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
     return tuple(_int4_tensor(t, F, D, gated=False) for t in tiles)
@@ -229,6 +251,7 @@ def target_from_state_dict(
   dtype: jnp.dtype = jnp.float32,
   fingerprint: str | None = None,
   expert_dtype: ExpertDtype = "as_stored",
+  sharding: Placement = None,
 ) -> Target:
   """Builds a target from arrays with Hugging Face's names.
 
@@ -236,22 +259,23 @@ def target_from_state_dict(
     config: shapes and settings.
     weights: float arrays; each is rounded once to `dtype` (the router's kernel
       and bias stay fp32). Routed experts may be `kdtree_jax.checkpoint.Int4Tensor`s
-      with groups of 32.
+      with groups of 32. A mapping that reads when asked may have a method
+      `describe(name)` that gives (shape, whether it is int4), as `HfWeights` has; then
+      each tensor is read once, and everything is checked before the first one is.
     dtype: float32 or bfloat16.
     fingerprint: identifies the weights, see `Target`.
     expert_dtype: "as_stored" keeps routed experts int4 if they are, "int4" quantises
-      floats, "dequantized" makes them floats of `dtype`. Int4 experts are repacked one
-      by one.
+      floats, "dequantized" makes them floats of `dtype`.
+    sharding: where parameters go as they are built, see `load_checkpoint`.
 
   Raises:
     ValueError: a tensor is missing, left over, or of another shape; it is int4 and may
       not be; some experts are int4 and others are not; int4 does not fit the config.
   """
   check_expert_dtype(expert_dtype)
-  _check(config, weights)
-  int4 = (
-    _stored_int4(weights) if expert_dtype == "as_stored" else expert_dtype == "int4"
-  )
+  int4 = _check(config, weights, expert_dtype == "as_stored")
+  if expert_dtype != "as_stored":
+    int4 = expert_dtype == "int4"
   target = nnx.eval_shape(
     lambda: Target(
       config,
@@ -262,13 +286,17 @@ def target_from_state_dict(
     )
   )
   target.set_rope_tables()
+  names = {id(variable): name for name, variable in variables(target).items()}
+  for variable in (target.cos, target.sin):
+    variable.set_value(put(names[id(variable)], variable[...], sharding))
   for entry in _entries(target):
-    if entry.int4:
-      values = entry.pack(*(_later(_as_int4, weights, name) for name in entry.names))
-    else:
-      values = entry.pack(*(_as_floats(weights, name) for name in entry.names))
-    for variable, value in zip(entry.variables, values, strict=True):
-      variable.set_value(jnp.asarray(value, variable.dtype))
+    convert = _as_int4 if entry.int4 else _as_floats
+    read = tuple(functools.partial(convert, weights, name) for name in entry.names)
+    values = [np.empty(v.shape, v.dtype) for v in entry.variables]
+    entry.pack(tuple(values), read)
+    for variable in entry.variables:
+      # Popped, so that the host's copy goes as soon as the device has its own.
+      variable.set_value(put(names[id(variable)], values.pop(0), sharding))
   return target
 
 
@@ -311,9 +339,8 @@ def check_expert_dtype(expert_dtype: str) -> None:
     )
 
 
-def _stored_int4(weights: Mapping[str, Any]) -> bool:
+def _stored_int4(stored: Mapping[str, bool]) -> bool:
   """Whether routed experts are int4: all of them, or none."""
-  stored = {name: _is_int4(w) for name, w in weights.items() if ".mlp.experts." in name}
   kinds = set(stored.values())
   if len(kinds) > 1:
     odd = next(name for name, int4 in stored.items() if not int4)
@@ -326,10 +353,6 @@ def _stored_int4(weights: Mapping[str, Any]) -> bool:
 
 def _is_int4(weight: Any) -> bool:
   return hasattr(weight, "packed") and hasattr(weight, "scales")
-
-
-def _later(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-  return lambda: function(*arguments)
 
 
 def _as_floats(weights: Mapping[str, Any], name: str) -> np.ndarray:
@@ -363,19 +386,29 @@ def _as_int4(weights: Mapping[str, Any], name: str) -> Int4Tensor:
   return weight
 
 
-def _check(config: ModelConfig, weights: Mapping[str, Any]) -> None:
+def _check(config: ModelConfig, weights: Mapping[str, Any], as_stored: bool) -> bool:
+  """Compares names and shapes; returns whether routed experts are int4."""
   shapes = weight_shapes(config)
+  describe = getattr(weights, "describe", None)
+  experts = {}
   for name, shape in shapes.items():
     if name not in weights:
       raise ValueError(f"tensor {name!r} is missing from the state dict")
-    found = weights[name]
-    found_shape = tuple(found.shape) if _is_int4(found) else np.shape(found)
+    found_shape, int4 = describe(name) if describe else _describe(weights[name])
     if found_shape != shape:
       raise ValueError(
         f"tensor {name!r} has shape {found_shape}; the config needs {shape}"
       )
-    if _is_int4(found) and ".mlp.experts." not in name:
+    if ".mlp.experts." in name:
+      experts[name] = int4
+    elif int4:
       raise ValueError(f"tensor {name!r} is int4; only routed experts may be")
   unexpected = sorted(set(weights) - set(shapes))
   if unexpected:
     raise ValueError(f"unexpected tensor {unexpected[0]!r} in the state dict")
+  return as_stored and _stored_int4(experts)
+
+
+def _describe(weight: Any) -> tuple[tuple[int, ...], bool]:
+  int4 = _is_int4(weight)
+  return tuple(weight.shape) if int4 else np.shape(weight), int4
