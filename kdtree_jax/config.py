@@ -17,7 +17,14 @@ from typing import Literal
 
 from kdtree_jax._config_base import DictMixin, YarnConfig
 from kdtree_jax._decode_config import DecodeConfig, TreeConfig
-from kdtree_jax._validation import ConfigError, check, is_integer, one_of, positive
+from kdtree_jax._validation import (
+  ConfigError,
+  check,
+  is_integer,
+  is_number,
+  one_of,
+  positive,
+)
 
 __all__ = [
   "ConfigError",
@@ -290,6 +297,12 @@ class DrafterConfig(DictMixin):
     )
     check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
     one_of(self, "rope_angle_dtype", ("float64", "float32"))
+    check(
+      is_number(self.rope_amplitude) and self.rope_amplitude > 0,
+      "rope_amplitude",
+      self.rope_amplitude,
+      "it must be a number above 0",
+    )
     check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
     for layer in self.target_layer_ids:
       check(

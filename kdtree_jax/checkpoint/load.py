@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Literal
@@ -87,9 +88,20 @@ def load_target(
 
 
 def load_drafter(
-  path: StrPath, dtype: Dtype = "bfloat16", sharding: Placement = None
+  path: StrPath,
+  dtype: Dtype = "bfloat16",
+  sharding: Placement = None,
+  rope_amplitude: float | None = None,
 ) -> DFlash:
-  """As `load_checkpoint`, for a file or a directory that holds a drafter."""
+  """As `load_checkpoint`, for a file or a directory that holds a drafter.
+
+  Args:
+    path: as in `load_checkpoint`.
+    dtype: as there.
+    sharding: as there.
+    rope_amplitude: replaces `DrafterConfig.rope_amplitude`, over whose value servers
+      disagree where a drafter has YaRN; the one that accepts more tokens is right.
+  """
   compute_dtype = _dtype(dtype)
   if _existing(path).is_dir():
     from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
@@ -97,6 +109,8 @@ def load_drafter(
     config, weights, _ = read_hf_drafter(path)
   else:
     config, weights, _ = read_drafter(path)
+  if rope_amplitude is not None:
+    config = dataclasses.replace(config, rope_amplitude=rope_amplitude)
   return place(DFlash.from_state_dict(config, weights, compute_dtype), sharding)
 
 

@@ -176,10 +176,6 @@ def drafter_config(
   Raises:
     CheckpointError: a field is missing, unknown, or has a value that is not supported.
   """
-  if rope_amplitude is not None and not (
-    is_number(rope_amplitude) and rope_amplitude > 0
-  ):
-    raise ValueError(f"rope_amplitude = {rope_amplitude!r} must be a number above 0")
   fields = Fields(Path(path), values)
   own = fields.optional("dflash_config")
   if not isinstance(own, dict):
@@ -226,7 +222,7 @@ def drafter_config(
       rms_norm_eps=float(epsilon),
       rope_theta=rope.theta,
       rope_scaling=rope.yarn,
-      rope_amplitude=float(amplitude),
+      rope_amplitude=amplitude,
       rope_angle_dtype="float32",
       target_layer_ids=tuple(taps),
       target_hidden_size=_integer(fields, "target_hidden_size", target_hidden),
