@@ -196,7 +196,7 @@ def drafter_config(
     raise own.error(
       "target_layer_ids", f"{taps!r} must be a list of the target's layers"
     )
-  more = {
+  more: dict[str, Any] = {
     name: _integer(own, name, _either(fields, own, name))
     for name in ("block_size", "mask_token_id", "num_target_layers")
   }
