@@ -75,14 +75,18 @@ def write_safetensors(
   with open(path, "xb") as file:
     file.write(len(raw).to_bytes(8, "little") + raw)
     for tensor in tensors:
-      array = tensor.read()
-      if array.dtype != DTYPES[tensor.dtype] or array.shape != tensor.shape:
-        raise ValueError(
-          f"tensor {tensor.name!r} is {array.dtype} {list(array.shape)}, not "
-          f"{tensor.dtype} {list(tensor.shape)}"
-        )
-      file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+      file.write(_contents(tensor))  # No name here keeps a tensor alive.
       if progress is not None:
         progress(tensor.nbytes)
     file.flush()
     os.fsync(file.fileno())
+
+
+def _contents(tensor: Tensor) -> memoryview:
+  array = tensor.read()
+  if array.dtype != DTYPES[tensor.dtype] or array.shape != tensor.shape:
+    raise ValueError(
+      f"tensor {tensor.name!r} is {array.dtype} {list(array.shape)}, not "
+      f"{tensor.dtype} {list(tensor.shape)}"
+    )
+  return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
