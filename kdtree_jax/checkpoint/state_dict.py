@@ -165,10 +165,10 @@ def read_target(path: StrPath) -> tuple[ModelConfig, StateDict, str]:
 def read_target_as_stored(
   path: StrPath,
 ) -> tuple[ModelConfig, dict[str, np.ndarray | Int4Tensor], str]:
-  """As `read_target`, but routed experts are read-only views of the file.
+  """As `read_target`, but everything is a read-only view of the file.
 
-  They are Int4Tensors, or arrays in the dtype in which they are stored; the memory
-  that they take is that of the mapped file.
+  Arrays are in the dtype in which they are stored, int4 routed experts are Int4Tensors;
+  the memory that they take is that of the mapped file.
   """
   return _read(path, "target", ModelConfig, _load_as_stored)
 
@@ -455,8 +455,6 @@ def _load(file: KdtrFile, name: str) -> np.ndarray:
 
 
 def _load_as_stored(file: KdtrFile, name: str) -> np.ndarray | Int4Tensor:
-  if not _is_routed_expert(name):
-    return _load(file, name)
   if file.info(name).dtype == "int4":
     return _load_int4(file, name)
   return file.read(name)

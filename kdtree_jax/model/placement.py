@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,7 +13,17 @@ from flax import nnx
 Sharding = jax.sharding.Sharding
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
+_ALIGNMENT = 64  # Bytes.
 _Module = TypeVar("_Module", bound=nnx.Module)
+
+
+def empty(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+  """As `np.empty`, at an address that JAX takes over on a CPU without a copy."""
+  dtype = np.dtype(dtype)
+  nbytes = math.prod(shape) * dtype.itemsize
+  memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def put(name: str, value: np.ndarray | jax.Array, sharding: Placement) -> jax.Array:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.moe import Experts, MoE
-from kdtree_jax.model.placement import Placement, put, variables
+from kdtree_jax.model.placement import Placement, empty, put, variables
 from kdtree_jax.model.target import Block, Target
 from kdtree_jax.ops import int4_weight
 from kdtree_jax.ops.int4_weight import Int4Weight
@@ -171,10 +172,13 @@ def _int4_experts(
   )
 
   def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+    packed = np.empty((2 * F, D // 2), np.uint8)
+    scales = np.empty((2 * F, D // int4_weight.GROUP_SIZE), ml_dtypes.bfloat16)
     for e in range(E):
-      gate, up = read[e](), read[E + e]()
-      packed = np.concatenate([gate.packed, up.packed])
-      scales = np.concatenate([gate.scales, up.scales])
+      for rows, i in ((slice(F), e), (slice(F, None), E + e)):
+        tensor = read[i]()
+        packed[rows], scales[rows] = tensor.packed, tensor.scales
+        del tensor  # Before the next one is read.
       into[0][e] = int4_weight.pack_tiles(packed, scales, gated=True)
 
   def unpack_gate_up(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
@@ -292,7 +296,7 @@ def target_from_state_dict(
   for entry in _entries(target):
     convert = _as_int4 if entry.int4 else _as_floats
     read = tuple(functools.partial(convert, weights, name) for name in entry.names)
-    values = [np.empty(v.shape, v.dtype) for v in entry.variables]
+    values = [empty(v.shape, v.dtype) for v in entry.variables]
     entry.pack(tuple(values), read)
     for variable in entry.variables:
       # Popped, so that the host's copy goes as soon as the device has its own.

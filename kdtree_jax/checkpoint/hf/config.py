@@ -266,8 +266,9 @@ def _interleave(fields: Fields, model_type: str, new: bool) -> Any:
 
 def _check_redundant(fields: Fields, values: Mapping[str, Any]) -> None:
   """Fields that follow from others, or that have one value in these models."""
-  if not all(is_integer(values[n]) for n in ("qk_nope_head_dim", "qk_rope_head_dim")):
-    return  # ModelConfig says so.
+  for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+    if not is_integer(values[name]):
+      raise fields.error(name, f"{values[name]!r} must be an integer")
   follows = {
     "num_key_value_heads": values["num_attention_heads"],
     "head_dim": values["qk_rope_head_dim"],

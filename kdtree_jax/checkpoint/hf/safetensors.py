@@ -195,7 +195,7 @@ def _read_index(path: Path) -> dict[str, str]:
   if not isinstance(weight_map, dict) or not weight_map:
     raise CheckpointError(path, "weight_map", "must map tensor names to files")
   for name, file in weight_map.items():
-    if not isinstance(file, str) or not file or Path(file).name != file:
+    if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
       raise CheckpointError(
         path, f"tensor {name!r}", f"{file!r} is not the name of a file beside the index"
       )
