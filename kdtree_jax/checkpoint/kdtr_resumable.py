@@ -218,8 +218,8 @@ class _Journal:
         raise KdtrError(
           layout.part,
           "earlier part",
-          f"belongs to {_differences(found, title)}; delete it, or start anew "
-          "(restart)",
+          f"belongs to {_differences(found, title)}; delete it, or start anew with "
+          "restart=True (kdtree-convert: --restart)",
         )
       self._read_entries(len(first))
       return
