@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     prefill,
     verify,
   )
+  from kdtree_jax.tokenizer import Tokenizer, load_tokenizer
   from kdtree_jax.tree import Tree
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
   "DrafterConfig",
   "KdtrError",
   "ModelConfig",
+  "Tokenizer",
   "Tree",
   "TreeConfig",
   "YarnConfig",
@@ -56,6 +58,7 @@ __all__ = [
   "forward",
   "load_checkpoint",
   "load_demo",
+  "load_tokenizer",
   "observe",
   "ops",
   "prefill",
@@ -73,6 +76,7 @@ _MODULES = {
   "DrafterConfig": "kdtree_jax.config",
   "KdtrError": "kdtree_jax.checkpoint",
   "ModelConfig": "kdtree_jax.config",
+  "Tokenizer": "kdtree_jax.tokenizer",
   "Tree": "kdtree_jax.tree",
   "TreeConfig": "kdtree_jax.config",
   "YarnConfig": "kdtree_jax.config",
@@ -85,6 +89,7 @@ _MODULES = {
   "forward": "kdtree_jax.functional",
   "load_checkpoint": "kdtree_jax.checkpoint",
   "load_demo": "kdtree_jax.demo",
+  "load_tokenizer": "kdtree_jax.tokenizer",
   "observe": "kdtree_jax.functional",
   "ops": "kdtree_jax.ops",
   "prefill": "kdtree_jax.functional",
