@@ -33,6 +33,7 @@ KIMI_WORDS = "|".join(
 )
 # Ids after the ranks are special tokens, named or not.
 _KIMI_RESERVED = 256
+_MOST_SPECIAL = 4096
 # Kimi's code cuts what tiktoken cannot take at once. It shows in the tokens.
 _MOST_CHARACTERS = 400_000
 _LONGEST_RUN = 25_000
@@ -124,6 +125,10 @@ class KimiBackend:
     if named and min(named) < first:
       raise ValueError(f"id {min(named)} is one of the {first} of tiktoken.model")
     end = max(first + _KIMI_RESERVED, 1 + max(named, default=0))
+    if end > first + _MOST_SPECIAL:
+      raise ValueError(
+        f"id {end - 1} is beyond the {_MOST_SPECIAL} that may follow tiktoken.model's"
+      )
     names = [named.get(i, f"<|reserved_token_{i}|>") for i in range(first, end)]
     self._special = {name: first + i for i, name in enumerate(names)}
     if len(self._special) != len(names):
