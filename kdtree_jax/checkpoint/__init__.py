@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kdtree_jax.checkpoint.hf.convert import convert_hf
+from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.int4 import Int4Tensor, dequantize, quantize
 from kdtree_jax.checkpoint.kdtr import (
   KdtrError,
@@ -30,8 +32,10 @@ __all__ = [
   "KdtrError",
   "KdtrFile",
   "TensorInfo",
+  "convert_hf",
   "dequantize",
   "expected_shapes",
+  "export_hf",
   "load_checkpoint",
   "load_drafter",
   "load_target",

@@ -74,7 +74,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
 
 
 def _to_kdtr(source: Path, out: Path, bar: _Bar) -> int:
-  from kdtree_jax.checkpoint.hf.convert import convert
+  from kdtree_jax.checkpoint.hf.convert import convert_hf
   from kdtree_jax.checkpoint.kdtr_resumable import Progress
 
   def show(progress: Progress) -> None:
@@ -82,7 +82,7 @@ def _to_kdtr(source: Path, out: Path, bar: _Bar) -> int:
       bar.note(f"damaged in the part, written again: {progress.name}")
     bar.update(_STAGES[progress.stage], progress.done, progress.total)
 
-  fingerprint = convert(
+  fingerprint = convert_hf(
     source,
     out,
     dtype=flags.FLAGS.dtype or "bfloat16",
@@ -98,12 +98,12 @@ def _to_kdtr(source: Path, out: Path, bar: _Bar) -> int:
 
 
 def _to_directory(source: Path, out: Path, bar: _Bar) -> int:
-  from kdtree_jax.checkpoint.hf.export import export
+  from kdtree_jax.checkpoint.hf.export import export_hf
 
   for name in ("overwrite", "restart"):
     if flags.FLAGS[name].value:
       raise ValueError(f"--{name} is for --source=DIRECTORY")
-  export(
+  export_hf(
     source,
     out,
     dtype=flags.FLAGS.dtype or "as_stored",

@@ -11,8 +11,8 @@ import pytest
 
 import kdtree_jax
 from kdtree_jax.checkpoint import open_kdtr
-from kdtree_jax.checkpoint.hf.convert import convert
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax.checkpoint.hf.convert import convert_hf
+from kdtree_jax.checkpoint.hf.export import export_hf
 
 DEMO = Path(kdtree_jax.__file__).parent / "demo"
 
@@ -28,7 +28,7 @@ def run(*args: str, expect: int = 0) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
   folder = tmp_path_factory.mktemp("demo") / "hf"
-  export(DEMO / "target.kdtr", folder)
+  export_hf(DEMO / "target.kdtr", folder)
   return folder
 
 
@@ -49,11 +49,11 @@ def test_killed_and_run_again(directory, tmp_path):
   path = tmp_path / "x.kdtr"
   code = """
 import os, signal, sys
-from kdtree_jax.checkpoint.hf.convert import convert
+from kdtree_jax.checkpoint.hf.convert import convert_hf
 def progress(report):
   if report.stage == "write" and report.done > report.total // 2:
     os.kill(os.getpid(), signal.SIGKILL)
-convert(sys.argv[1], sys.argv[2], progress=progress)
+convert_hf(sys.argv[1], sys.argv[2], progress=progress)
 """
   command = [sys.executable, "-c", code, str(directory), str(path)]
   assert subprocess.run(command).returncode == -signal.SIGKILL
@@ -69,7 +69,7 @@ convert(sys.argv[1], sys.argv[2], progress=progress)
     file.write(bytes([byte[0] ^ 1]))
   done = run(f"--source={directory}", f"--out={path}")
   assert "damaged in the part, written again: model.embed_tokens.weight" in done.stderr
-  convert(directory, tmp_path / "whole")
+  convert_hf(directory, tmp_path / "whole")
   assert path.read_bytes() == (tmp_path / "whole").read_bytes()
   assert sorted(p.name for p in tmp_path.iterdir()) == ["whole", "x.kdtr"]
 

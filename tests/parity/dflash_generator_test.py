@@ -16,7 +16,7 @@ import transformers
 
 import kdtree_jax as kd
 from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.demo import load_prompts
 from kdtree_jax.drafter.dflash import DFlash
 
@@ -36,8 +36,8 @@ RENAMED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
   folder = tmp_path_factory.mktemp("pair")
-  export(DEMO / "target.kdtr", folder / "target", expert_format="float32")
-  export(DEMO / "drafter.kdtr", folder / "drafter", dtype="float32")
+  export_hf(DEMO / "target.kdtr", folder / "target", expert_format="float32")
+  export_hf(DEMO / "drafter.kdtr", folder / "drafter", dtype="float32")
   return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,18 @@ import torch
 import transformers
 
 import kdtree_jax as kd
-from kdtree_jax.checkpoint import dequantize, read_target_as_stored
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax import reference
+from kdtree_jax.checkpoint import (
+  dequantize,
+  expected_shapes,
+  read_target_as_stored,
+  save_target,
+)
+from kdtree_jax.checkpoint.hf.export import export_hf
+from kdtree_jax.config import YarnConfig
 from kdtree_jax.demo import load_prompts
+from tests.checkpoint.state_dict_test import TARGET
+from tests.parity.oracle import Oracle
 
 DEMO = Path(kd.__file__).parent / "demo"
 NEW_TOKENS = 32
@@ -34,7 +44,7 @@ def load(directory: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
 def directory(tmp_path_factory) -> Path:
   """The target with its int4 experts as the float32 values that they stand for."""
   folder = tmp_path_factory.mktemp("export") / "target"
-  export(DEMO / "target.kdtr", folder, expert_format="float32")
+  export_hf(DEMO / "target.kdtr", folder, expert_format="float32")
   return folder
 
 
@@ -45,17 +55,14 @@ def prompts() -> list[list[int]]:
   return [[0, *tokenizer.encode(p["prompt"]).ids] for p in texts]
 
 
-def test_greedy_text_of_20_prompts(directory, prompts):
-  target, _, _ = kd.load_demo("float32")
-  config = kd.DecodeConfig(
-    method="plain", max_new_tokens=NEW_TOKENS, slots=1, return_logits=True
-  )
-  ours = kd.decode(target, None, prompts, config)
+@pytest.fixture(scope="module")
+def theirs(directory, prompts) -> list[tuple[list[int], np.ndarray]]:
+  """Tokens and f32 [NEW_TOKENS, V] logits of each prompt, greedily."""
   model = load(directory, torch.float32)
-  compared, ties, largest = 0, [], 0.0
-  for i, (prompt, sequence) in enumerate(zip(prompts, ours, strict=True)):
+  texts = []
+  for prompt in prompts:
     with torch.no_grad():
-      theirs = model.generate(
+      output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt)),
         max_new_tokens=NEW_TOKENS,
@@ -64,27 +71,102 @@ def test_greedy_text_of_20_prompts(directory, prompts):
         output_logits=True,
         return_dict_in_generate=True,
       )
-    tokens = theirs.sequences[0, len(prompt) :].tolist()
-    for step, logits in enumerate(theirs.logits):
-      best, second = torch.topk(logits[0], 2).values.tolist()
-      error = np.abs(logits[0].numpy() - sequence.logits[step]).max()
-      largest = max(largest, float(error))
-      compared += 1
-      if tokens[step] != sequence.tokens[step]:
-        ties.append((i, step, tokens[step], int(sequence.tokens[step]), best - second))
-        break  # From here on the texts are different ones.
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    texts.append((tokens, torch.cat(output.logits).numpy()))
+  return texts
+
+
+# The file's own config has angles in float64; the directory's, as every imported one,
+# in float32, as transformers forms them.
+@pytest.mark.parametrize("angles", ["float64", "float32"])
+def test_greedy_text_of_20_prompts(directory, prompts, theirs, angles):
+  source = DEMO / "target.kdtr" if angles == "float64" else directory
+  target = kd.load_checkpoint(source, "float32", "dequantized")
+  assert target.config.rope_angle_dtype == angles
+  config = kd.DecodeConfig(
+    method="plain", max_new_tokens=NEW_TOKENS, slots=1, return_logits=True
+  )
+  ours = kd.decode(target, None, prompts, config)
+  compared, ties, largest = 0, [], 0.0
+  for i, (sequence, (tokens, logits)) in enumerate(zip(ours, theirs, strict=True)):
+    found = sequence.tokens.tolist()
+    pairs = zip(found, tokens, strict=False)
+    different = [n for n, (ours_, their) in enumerate(pairs) if ours_ != their]
+    if different:
+      step = different[0]  # From there on the texts are different ones.
+      second, best = np.sort(logits[step])[-2:]
+      ties.append((i, step, tokens[step], found[step], best - second))
     else:
-      assert tokens == sequence.tokens.tolist()
-  print(f"{compared} tokens, logits differ by at most {largest:.2e}")
-  for i, step, theirs, ours_, gap in ties:
-    print(f"prompt {i}, token {step}: {theirs} there, {ours_} here, gap {gap:.2e}")
+      step = len(tokens) - 1
+      assert found == tokens
+    compared += step + 1
+    error = np.abs(logits[: step + 1] - sequence.logits[: step + 1]).max()
+    largest = max(largest, float(error))
+  print(f"angles in {angles}: {compared} tokens, logits within {largest:.1e}, ", end="")
+  print(f"{len(ties)} ties")
+  for i, step, their_token, our_token, gap in ties:
+    print(f"prompt {i}, token {step}: {their_token}, here {our_token}, gap {gap:.1e}")
     assert gap < TIE
+  assert largest < TIE
   assert compared > 15 * NEW_TOKENS
+
+
+YARN = YarnConfig(
+  factor=40.0,
+  original_max_position_embeddings=16,  # Short, so that its ramp shows.
+  beta_fast=32.0,
+  beta_slow=1.0,
+  mscale=1.0,
+  mscale_all_dim=1.0,
+)
+VARIANTS = {
+  "yarn": {"rope_scaling": YARN},
+  "amplitude": {
+    "rope_scaling": dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=0.5)
+  },
+  "halves": {"rope_interleave": False, "q_lora_rank": None},
+  "groups": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+  "unnormalised": {"norm_topk_prob": False, "tie_word_embeddings": True},
+  "v2": {
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rope_scaling": dataclasses.replace(YARN, mscale=0.707, mscale_all_dim=0.707),
+  },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_other_configs_are_those_of_the_reference(tmp_path, name):
+  defaults = {
+    "rope_scaling": None,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_angle_dtype": "float32",
+  }
+  config = dataclasses.replace(TARGET, **(defaults | VARIANTS[name]))
+  rng = np.random.default_rng(1)
+  weights = {  # Matrices that keep their input's size, norms about 1, a bias about 0.
+    key: rng.standard_normal(shape).astype(np.float32) / np.sqrt(shape[-1])
+    + ("norm.weight" in key)
+    for key, shape in expected_shapes(config).items()
+  }
+  save_target(tmp_path / "x", config, weights, dtype="float32", expert_format="float32")
+  export_hf(tmp_path / "x", tmp_path / "hf")
+  tokens = rng.integers(0, config.vocab_size, 40)
+  ours = reference.forward(config, weights, tokens).logits
+  oracle = Oracle(load(tmp_path / "hf", torch.float32))
+  theirs = oracle.logits(tokens)
+  assert oracle.choice_gap > 1e-5  # Else a rounding may choose another expert.
+  # As in target_test.py; a wrong formula moves logits by 1e-2 and more.
+  np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+  assert np.abs(theirs).max() > 0.5
 
 
 def test_int4_experts_are_read_as_they_are(tmp_path):
   pytest.importorskip("compressed_tensors")
-  export(DEMO / "target.kdtr", tmp_path / "int4")
+  export_hf(DEMO / "target.kdtr", tmp_path / "int4")
   model = load(tmp_path / "int4", torch.bfloat16)
   config, weights, _ = read_target_as_stored(DEMO / "target.kdtr")
   for layer in range(config.first_k_dense_replace, config.num_hidden_layers):

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 )
 
 
-def convert(
+def convert_hf(
   directory: StrPath,
   path: StrPath,
   *,

@@ -43,7 +43,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 _DTYPES = {"bf16": "BF16", "f32": "F32"}
 
 
-def export(
+def export_hf(
   path: StrPath,
   directory: StrPath,
   *,

@@ -31,8 +31,8 @@ from kdtree_jax.checkpoint.hf import (
   SafetensorsDirectory,
   read_hf_target,
 )
-from kdtree_jax.checkpoint.hf.convert import convert
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax.checkpoint.hf.convert import convert_hf
+from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
 from kdtree_jax.checkpoint.kdtr_resumable import Progress
 from tests.checkpoint.state_dict_test import DRAFTER, TARGET, changed, weights
@@ -48,7 +48,7 @@ def directory(folder: Path, **options: Any) -> Path:
   """A directory of a random target."""
   seed = options.pop("seed", 0)
   save_target(folder / "source", TARGET, weights(TARGET, seed), **options)
-  export(folder / "source", folder / "hf", max_shard_bytes=20_000)
+  export_hf(folder / "source", folder / "hf", max_shard_bytes=20_000)
   (folder / "source").unlink()
   return folder / "hf"
 
@@ -70,7 +70,7 @@ def kill_after(tensors: int):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_from_float32_the_file_is_that_of_save_target(tmp_path, dtype, expert_format):
   hf = directory(tmp_path, dtype="float32", expert_format="float32")
-  found = convert(hf, tmp_path / "x", dtype=dtype, expert_format=expert_format)
+  found = convert_hf(hf, tmp_path / "x", dtype=dtype, expert_format=expert_format)
   expected = save_target(
     tmp_path / "y",
     TARGET,
@@ -86,7 +86,7 @@ def test_as_stored_keeps_int4_and_makes_floats_of_floats(tmp_path):
   for name in ("int4", "bfloat16", "float32"):
     (tmp_path / name).mkdir()
     hf = directory(tmp_path / name, expert_format=name)
-    convert(hf, tmp_path / name / "x")
+    convert_hf(hf, tmp_path / name / "x")
     formats[name] = open_kdtr(tmp_path / name / "x").config["expert_format"]
   assert formats == {"int4": "int4", "bfloat16": "bfloat16", "float32": "bfloat16"}
 
@@ -113,7 +113,7 @@ def test_packed_int4_is_kept_bit_for_bit(tmp_path):
     return (lambda: scales[stem]) if part == "weight_scale" else read
 
   rewrite(hf, replaced)
-  convert(hf, tmp_path / "x", expert_format="int4")
+  convert_hf(hf, tmp_path / "x", expert_format="int4")
   _, stored, _ = read_target_as_stored(tmp_path / "x")
   assert len(values) == 6
   for stem, expected in values.items():
@@ -146,12 +146,12 @@ def test_fp8_blocks_are_multiplied_out_and_rounded_once(tmp_path):
   values = weights(config)
   name = "model.layers.0.mlp.down_proj.weight"
   save_target(tmp_path / "s", config, values, dtype="float32", expert_format="float32")
-  export(tmp_path / "s", tmp_path / "hf")
+  export_hf(tmp_path / "s", tmp_path / "hf")
   rng = np.random.default_rng(2)
   quantised = rng.uniform(-400, 400, (64, 130)).astype(ml_dtypes.float8_e4m3fn)
   scales = rng.uniform(1e-4, 1e-2, (1, 2)).astype(np.float32)
   files = _fp8_directory(tmp_path / "hf", name, quantised, scales)
-  convert(files, tmp_path / "x")
+  convert_hf(files, tmp_path / "x")
   _, found, _ = read_target(tmp_path / "x")
   exact = quantised.astype(np.float32)
   exact[:, :128] *= scales[0, 0]
@@ -193,10 +193,10 @@ def _fp8_directory(hf: Path, name: str, values: np.ndarray, scales: np.ndarray) 
 
 def test_a_drafter(tmp_path):
   expected = save_drafter(tmp_path / "d", DRAFTER, weights(DRAFTER))
-  export(tmp_path / "d", tmp_path / "hf")
-  assert convert(tmp_path / "hf", tmp_path / "x") == expected
+  export_hf(tmp_path / "d", tmp_path / "hf")
+  assert convert_hf(tmp_path / "hf", tmp_path / "x") == expected
   with pytest.raises(ValueError, match="expert_format = 'int4' is of targets"):
-    convert(tmp_path / "hf", tmp_path / "y", expert_format="int4")
+    convert_hf(tmp_path / "hf", tmp_path / "y", expert_format="int4")
   assert load_checkpoint(tmp_path / "x").config.block_size == 8
 
 
@@ -205,7 +205,7 @@ def test_metadata_names_the_source_and_carries_the_tokenizer(tmp_path):
   hf = directory(tmp_path, tokenizer_json=tokenizer)
   (hf / "chat_template.jinja").write_bytes("{{ é }}\r\n".encode())
   (hf / "tiktoken.model").write_text("IQ== 0\n")
-  convert(hf, tmp_path / "x")
+  convert_hf(hf, tmp_path / "x")
   metadata = open_kdtr(tmp_path / "x").metadata
   assert metadata["source_fingerprint"] == read_hf_target(hf)[2]
   assert read_tokenizer_json(tmp_path / "x") == tokenizer
@@ -216,7 +216,7 @@ def test_metadata_names_the_source_and_carries_the_tokenizer(tmp_path):
     "tokenizer.json",
     "tokenizer_config.json",
   ]
-  export(tmp_path / "x", tmp_path / "back")
+  export_hf(tmp_path / "x", tmp_path / "back")
   for name in files:
     assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
 
@@ -225,23 +225,23 @@ def test_a_tokenizer_that_is_not_json(tmp_path):
   hf = directory(tmp_path)
   (hf / "tokenizer.json").write_text("{")
   with pytest.raises(CheckpointError, match="tokenizer.json: JSON"):
-    convert(hf, tmp_path / "x")
+    convert_hf(hf, tmp_path / "x")
   (hf / "tokenizer.json").write_bytes(b"\xff")
   with pytest.raises(CheckpointError, match="tokenizer.json: text: is not UTF-8"):
-    convert(hf, tmp_path / "x")
+    convert_hf(hf, tmp_path / "x")
 
 
 @pytest.mark.parametrize("expert_format", ["int4", "bfloat16"])
 def test_goes_on_after_any_tensor_with_the_same_bytes(tmp_path, expert_format):
   hf = directory(tmp_path, dtype="float32", expert_format="float32")
-  convert(hf, tmp_path / "whole", expert_format=expert_format)
+  convert_hf(hf, tmp_path / "whole", expert_format=expert_format)
   expected = (tmp_path / "whole").read_bytes()
   path = tmp_path / "x"
   for tensors in range(0, 30, 3):
     with pytest.raises(Killed):
-      convert(hf, path, expert_format=expert_format, progress=kill_after(tensors))
+      convert_hf(hf, path, expert_format=expert_format, progress=kill_after(tensors))
     assert not path.exists()
-    convert(hf, path, expert_format=expert_format)
+    convert_hf(hf, path, expert_format=expert_format)
     assert path.read_bytes() == expected
     path.unlink()
   assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "whole"]
@@ -249,17 +249,17 @@ def test_goes_on_after_any_tensor_with_the_same_bytes(tmp_path, expert_format):
 
 def test_a_flipped_bit_in_the_part_is_repaired(tmp_path):
   hf = directory(tmp_path)
-  convert(hf, tmp_path / "whole")
+  convert_hf(hf, tmp_path / "whole")
   expected = (tmp_path / "whole").read_bytes()
   path, part = tmp_path / "x", tmp_path / "x.part"
   rng = np.random.default_rng(0)
   for _ in range(10):
     with pytest.raises(Killed):
-      convert(hf, path, progress=kill_after(30))
+      convert_hf(hf, path, progress=kill_after(30))
     damaged = bytearray(part.read_bytes())
     damaged[int(rng.integers(len(damaged)))] ^= 1 << int(rng.integers(8))
     part.write_bytes(damaged)
-    convert(hf, path)
+    convert_hf(hf, path)
     assert path.read_bytes() == expected
     path.unlink()
 
@@ -274,11 +274,11 @@ def test_a_flipped_bit_in_the_part_is_repaired(tmp_path):
 def test_a_part_of_other_options_is_refused(tmp_path, changes, message):
   hf = directory(tmp_path)
   with pytest.raises(Killed):
-    convert(hf, tmp_path / "x", progress=kill_after(5))
+    convert_hf(hf, tmp_path / "x", progress=kill_after(5))
   with pytest.raises(KdtrError, match=message):
-    convert(hf, tmp_path / "x", **changes)
-  convert(hf, tmp_path / "x", restart=True, **changes)
-  convert(hf, tmp_path / "y", **changes)
+    convert_hf(hf, tmp_path / "x", **changes)
+  convert_hf(hf, tmp_path / "x", restart=True, **changes)
+  convert_hf(hf, tmp_path / "y", **changes)
   assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
@@ -287,21 +287,21 @@ def test_a_part_of_another_directory_is_refused(tmp_path):
     (tmp_path / str(seed)).mkdir()
     directory(tmp_path / str(seed), seed=seed)
   with pytest.raises(Killed):
-    convert(tmp_path / "0" / "hf", tmp_path / "x", progress=kill_after(5))
+    convert_hf(tmp_path / "0" / "hf", tmp_path / "x", progress=kill_after(5))
   with pytest.raises(KdtrError, match="belongs to another conversion .source "):
-    convert(tmp_path / "1" / "hf", tmp_path / "x")
+    convert_hf(tmp_path / "1" / "hf", tmp_path / "x")
   shutil.move(tmp_path / "0" / "hf", tmp_path / "moved")  # The same one.
-  convert(tmp_path / "moved", tmp_path / "x")
+  convert_hf(tmp_path / "moved", tmp_path / "x")
 
 
 def test_a_part_of_another_config_is_refused(tmp_path):
   hf = directory(tmp_path)
   with pytest.raises(Killed):
-    convert(hf, tmp_path / "x", progress=kill_after(5))
+    convert_hf(hf, tmp_path / "x", progress=kill_after(5))
   config = json.loads((hf / "config.json").read_text())
   (hf / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0}))
   with pytest.raises(KdtrError, match="another conversion"):
-    convert(hf, tmp_path / "x")
+    convert_hf(hf, tmp_path / "x")
 
 
 def test_a_tensor_that_cannot_be_stored(tmp_path):
@@ -310,7 +310,7 @@ def test_a_tensor_that_cannot_be_stored(tmp_path):
   nan = np.full((2, 64), np.nan, np.float32)
   rewrite(hf, lambda name, read: (lambda: nan) if name == bad else read)
   with pytest.raises(CheckpointError, match=f"hf: tensor '{bad}': holds NaN"):
-    convert(hf, tmp_path / "x")
+    convert_hf(hf, tmp_path / "x")
   assert not (tmp_path / "x").exists()
 
 
@@ -319,12 +319,12 @@ def test_the_file_exists(tmp_path):
   path = tmp_path / "x"
   path.write_bytes(b"old")
   with pytest.raises(FileExistsError, match=f"path = {path} exists"):
-    convert(hf, path)
+    convert_hf(hf, path)
   assert path.read_bytes() == b"old"
-  convert(hf, path, overwrite=True)
+  convert_hf(hf, path, overwrite=True)
   assert open_kdtr(path).config["kind"] == "target"
   with pytest.raises(ValueError, match="is a folder"):
-    convert(hf, tmp_path)
+    convert_hf(hf, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -337,13 +337,13 @@ def test_the_file_exists(tmp_path):
 def test_arguments(tmp_path, arguments, message):
   hf = directory(tmp_path)
   with pytest.raises(ValueError, match=message):
-    convert(hf, tmp_path / "x", **arguments)
+    convert_hf(hf, tmp_path / "x", **arguments)
   assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_no_directory(tmp_path):
   with pytest.raises(FileNotFoundError, match="does not exist"):
-    convert(tmp_path / "hf", tmp_path / "x")
+    convert_hf(tmp_path / "hf", tmp_path / "x")
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
@@ -359,13 +359,13 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
   }
   save_target(tmp_path / "s", config, tensors, dtype="float32", expert_format="float32")
   del tensors
-  export(tmp_path / "s", tmp_path / "hf")
+  export_hf(tmp_path / "s", tmp_path / "hf")
   tracemalloc.start()
   try:
-    convert(tmp_path / "hf", tmp_path / "x", dtype="bfloat16", expert_format="int4")
+    convert_hf(tmp_path / "hf", tmp_path / "x", dtype="bfloat16", expert_format="int4")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
-    export(tmp_path / "x", tmp_path / "back", dtype="float32")
+    export_hf(tmp_path / "x", tmp_path / "back", dtype="float32")
     _, peak_back = tracemalloc.get_traced_memory()
   finally:
     tracemalloc.stop()
@@ -377,7 +377,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
 
 def test_quantising_is_that_of_quantize(tmp_path):
   hf = directory(tmp_path, dtype="float32", expert_format="float32")
-  convert(hf, tmp_path / "x", expert_format="int4")
+  convert_hf(hf, tmp_path / "x", expert_format="int4")
   name = "model.layers.1.mlp.experts.1.down_proj.weight"
   expected = quantize(weights(TARGET)[name])
   found = read_target_as_stored(tmp_path / "x")[1][name]

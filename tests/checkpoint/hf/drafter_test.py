@@ -15,7 +15,7 @@ import kdtree_jax as kd
 from kdtree_jax.checkpoint import load_drafter, save_drafter
 from kdtree_jax.checkpoint.hf.drafter import drafter_config, is_drafter, read_hf_drafter
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
 from kdtree_jax.config import ConfigError, DrafterConfig, ModelConfig, YarnConfig
 from kdtree_jax.drafter import check_drafter
@@ -144,7 +144,7 @@ def test_load_checkpoint_takes_a_directory(tmp_path):
   np.testing.assert_array_equal(drafter.fc.kernel[...], fc.T)
   # Back in a directory, it is the same drafter.
   save_drafter(tmp_path / "d.kdtr", EXPECTED, tensors())
-  export(tmp_path / "d.kdtr", tmp_path / "e")
+  export_hf(tmp_path / "d.kdtr", tmp_path / "e")
   config, read, _ = read_hf_drafter(tmp_path / "e")
   assert config == EXPECTED
   np.testing.assert_array_equal(read["fc.weight"], tensors()["fc.weight"])

@@ -21,9 +21,9 @@ from kdtree_jax.checkpoint import (
 )
 from kdtree_jax.checkpoint.hf import SafetensorsDirectory, read_hf_target
 from kdtree_jax.checkpoint.hf import export as export_module
-from kdtree_jax.checkpoint.hf.convert import convert
+from kdtree_jax.checkpoint.hf.convert import convert_hf
 from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
-from kdtree_jax.checkpoint.hf.export import export
+from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.int4 import unpack_int4
 from kdtree_jax.config import ConfigError, ModelConfig
 from tests.checkpoint.state_dict_test import DRAFTER, TARGET, changed, weights
@@ -55,8 +55,8 @@ def saved(path: Path, config: ModelConfig = TARGET, **options: Any) -> Path:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_there_and_back_gives_the_same_tensors(tmp_path, dtype, expert_format):
   path = saved(tmp_path / "x", dtype=dtype, expert_format=expert_format)
-  export(path, tmp_path / "hf")
-  convert(tmp_path / "hf", tmp_path / "y", dtype=dtype, expert_format=expert_format)
+  export_hf(path, tmp_path / "hf")
+  convert_hf(tmp_path / "hf", tmp_path / "y", dtype=dtype, expert_format=expert_format)
   x, y = open_kdtr(path), open_kdtr(tmp_path / "y")
   assert x.fingerprint == y.fingerprint
   assert x.names == y.names
@@ -77,28 +77,28 @@ def test_there_and_back_gives_the_same_tensors(tmp_path, dtype, expert_format):
 )
 def test_other_configs_there_and_back(tmp_path, config):
   path = saved(tmp_path / "x", config)
-  export(path, tmp_path / "hf")
+  export_hf(path, tmp_path / "hf")
   found, _, _ = read_hf_target(tmp_path / "hf")
   assert found == dataclasses.replace(config, rope_angle_dtype="float32")
-  convert(tmp_path / "hf", tmp_path / "y")
+  convert_hf(tmp_path / "hf", tmp_path / "y")
   assert open_kdtr(path).fingerprint == open_kdtr(tmp_path / "y").fingerprint
 
 
 def test_a_drafter_there_and_back(tmp_path):
   save_drafter(tmp_path / "x", DRAFTER, weights(DRAFTER))
-  export(tmp_path / "x", tmp_path / "hf")
+  export_hf(tmp_path / "x", tmp_path / "hf")
   found, tensors, fingerprint = read_hf_drafter(tmp_path / "hf")
   assert found == dataclasses.replace(
     DRAFTER, rope_angle_dtype="float32", target_fingerprint=None
   )
   assert set(tensors) == set(expected_shapes(DRAFTER))
   assert fingerprint == open_kdtr(tmp_path / "x").fingerprint
-  convert(tmp_path / "hf", tmp_path / "y")
+  convert_hf(tmp_path / "hf", tmp_path / "y")
   assert open_kdtr(tmp_path / "y").fingerprint == fingerprint
 
 
 def test_config_of_a_target(tmp_path):
-  export(saved(tmp_path / "x", changed(bos_token_id=7)), tmp_path / "hf")
+  export_hf(saved(tmp_path / "x", changed(bos_token_id=7)), tmp_path / "hf")
   config = json.loads((tmp_path / "hf" / "config.json").read_text())
   quantization = config.pop("quantization_config")
   assert config == {
@@ -162,7 +162,7 @@ def test_config_of_a_target(tmp_path):
 def test_int4_words_by_hand(tmp_path):
   """Element k stands in bits 4 (k mod 8) of word k // 8, plus 8."""
   path = saved(tmp_path / "x")
-  export(path, tmp_path / "hf")
+  export_hf(path, tmp_path / "hf")
   files = SafetensorsDirectory(tmp_path / "hf")
   _, stored, _ = read_target_as_stored(path)
   for name, tensor in stored.items():
@@ -183,7 +183,7 @@ def test_int4_words_by_hand(tmp_path):
 
 def test_bytes_of_a_single_file(tmp_path):
   path = saved(tmp_path / "x", dtype="float32")
-  export(path, tmp_path / "hf", expert_format="float32")
+  export_hf(path, tmp_path / "hf", expert_format="float32")
   assert not (tmp_path / "hf" / "model.safetensors.index.json").exists()
   raw = (tmp_path / "hf" / "model.safetensors").read_bytes()
   (length,) = struct.unpack_from("<Q", raw)
@@ -204,8 +204,8 @@ def test_bytes_of_a_single_file(tmp_path):
 
 def test_shards_and_their_index(tmp_path):
   path = saved(tmp_path / "x")
-  export(path, tmp_path / "one")
-  export(path, tmp_path / "many", max_shard_bytes=5000)
+  export_hf(path, tmp_path / "one")
+  export_hf(path, tmp_path / "many", max_shard_bytes=5000)
   index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
   names = sorted(set(index["weight_map"].values()))
   assert len(names) > 3
@@ -226,7 +226,7 @@ def test_shards_and_their_index(tmp_path):
 
 def test_tokenizer_and_its_special_tokens(tmp_path):
   path = saved(tmp_path / "x", changed(bos_token_id=7), tokenizer_json=TOKENIZER)
-  export(path, tmp_path / "hf")
+  export_hf(path, tmp_path / "hf")
   assert (tmp_path / "hf" / "tokenizer.json").read_text() == TOKENIZER
   config = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
   assert (config["bos_token"], config["eos_token"]) == ("<start>", "<end>")
@@ -253,7 +253,7 @@ def test_tokenizer_and_its_special_tokens(tmp_path):
 def test_what_transformers_computes_otherwise_is_refused(tmp_path, config, message):
   path = saved(tmp_path / "x", config)
   with pytest.raises(ConfigError, match=message):
-    export(path, tmp_path / "hf")
+    export_hf(path, tmp_path / "hf")
   assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
 
 
@@ -261,7 +261,7 @@ def test_a_drafter_of_another_amplitude_is_refused(tmp_path):
   config = dataclasses.replace(DRAFTER, rope_amplitude=1.4)
   save_drafter(tmp_path / "x", config, weights(config))
   with pytest.raises(ConfigError, match="rope_amplitude = 1.4"):
-    export(tmp_path / "x", tmp_path / "hf")
+    export_hf(tmp_path / "x", tmp_path / "hf")
 
 
 def test_nothing_is_left_by_a_failed_export(tmp_path):
@@ -270,7 +270,7 @@ def test_nothing_is_left_by_a_failed_export(tmp_path):
   raw[-100] ^= 1
   path.write_bytes(raw)
   with pytest.raises(KdtrError, match=r"tensor 'lm_head.weight'.crc32"):
-    export(path, tmp_path / "hf")
+    export_hf(path, tmp_path / "hf")
   assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
 
 
@@ -282,19 +282,19 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
   monkeypatch.setattr(export_module, "write_safetensors", fail)
   with pytest.raises(OSError, match="No space"):
-    export(path, tmp_path / "hf")
+    export_hf(path, tmp_path / "hf")
   assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
 
 
 def test_directories_that_exist(tmp_path):
   path = saved(tmp_path / "x")
   (tmp_path / "empty").mkdir()
-  export(path, tmp_path / "empty")
+  export_hf(path, tmp_path / "empty")
   assert (tmp_path / "empty" / "config.json").exists()
   with pytest.raises(FileExistsError, match="not empty"):
-    export(path, tmp_path / "empty")
+    export_hf(path, tmp_path / "empty")
   with pytest.raises(FileExistsError):
-    export(path, path)
+    export_hf(path, path)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +307,12 @@ def test_directories_that_exist(tmp_path):
 )
 def test_arguments(tmp_path, arguments, message):
   with pytest.raises(ValueError, match=message):
-    export(saved(tmp_path / "x"), tmp_path / "hf", **arguments)
+    export_hf(saved(tmp_path / "x"), tmp_path / "hf", **arguments)
 
 
 def test_progress(tmp_path):
   steps: list[tuple[int, int]] = []
-  export(
+  export_hf(
     saved(tmp_path / "x"),
     tmp_path / "hf",
     max_shard_bytes=5000,
