@@ -189,6 +189,7 @@ def _int4_experts(
     for e in range(E):
       tensor = read[e]()
       into[0][e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
+      del tensor
 
   def unpack_down(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
     return tuple(_int4_tensor(t, F, D, gated=False) for t in tiles)

@@ -54,7 +54,8 @@ def dequantize_fp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
   for row, row_scales in enumerate(scales):  # Blocks of rows, so that little is copied.
     rows = slice(row * BLOCK, (row + 1) * BLOCK)
     columns = np.repeat(row_scales, BLOCK)[: values.shape[1]]
-    np.multiply(values[rows].astype(np.float32), columns, out=weights[rows])
+    with np.errstate(over="ignore"):  # Overflow is what is looked for below.
+      np.multiply(values[rows].astype(np.float32), columns, out=weights[rows])
   if not np.isfinite(weights).all():
     raise ValueError("weights are NaN or infinite")
   return weights
