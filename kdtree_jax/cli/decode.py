@@ -18,6 +18,9 @@ from kdtree_jax.training.config import Experiment
 
 if TYPE_CHECKING:
   from kdtree_jax.decoding import DecodeResult, SequenceResult
+  from kdtree_jax.drafter import DFlash
+  from kdtree_jax.model import Target
+  from kdtree_jax.tokenizer import Tokenizer
 
 # Flags that override a field of DecodeConfig when they are given.
 _DECODE_FIELDS = (
@@ -49,8 +52,27 @@ def define_flags() -> None:
   flags.DEFINE_integer(
     "humaneval", 3, "Without --prompt(s): so many of HumanEval's prompts.", 1, 164
   )
-  flags.DEFINE_string("target", None, "KDTR file of the target; the demo's if unset.")
-  flags.DEFINE_string("drafter", None, "KDTR file of its drafter.")
+  flags.DEFINE_bool(
+    "chat",
+    False,
+    "Prompts are what a user says; the tokenizer's chat template applies.",
+  )
+  flags.DEFINE_string(
+    "target",
+    None,
+    "KDTR file or Hugging Face directory of the target; the demo's if unset.",
+  )
+  flags.DEFINE_string(
+    "drafter", None, "KDTR file or Hugging Face directory of its DFlash drafter."
+  )
+  flags.DEFINE_string(
+    "tokenizer", None, "Hugging Face directory or tokenizer.json; --target's if unset."
+  )
+  flags.DEFINE_float(
+    "rope_amplitude",
+    None,
+    "Factor on the drafter's cosines and sines, in place of its configuration's.",
+  )
   flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
   flags.DEFINE_enum(
     "expert_dtype",
@@ -89,10 +111,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
   config = _decode_config(experiment)
   prompts, bad_line = _read_prompts()
   target, drafter, tokenizer = _load_models()
-  bos = target.config.bos_token_id
-  tokens = [
-    ([] if bos is None else [bos]) + tokenizer.encode(p["prompt"]).ids for p in prompts
-  ]
+  tokens = [_encode(p["prompt"], target, tokenizer) for p in prompts]
   cli_flags.enable_compilation_cache()
   run = _Run(target, drafter, tokenizer, tokens, config)
   result, seconds = run.decode(config)
@@ -158,23 +177,46 @@ def _read_prompts() -> tuple[list[dict[str, Any]], str | None]:
   return load_prompts("humaneval")[: flags.FLAGS.humaneval], None
 
 
-def _load_models():
-  from kdtree_jax.checkpoint import load_drafter, load_target, read_tokenizer_json
+def _load_models() -> tuple[Target, DFlash | None, Tokenizer]:
+  from kdtree_jax.checkpoint import load_drafter, load_target
+  from kdtree_jax.tokenizer import load_tokenizer
+
+  f = flags.FLAGS
+  if f.target is None:
+    for name in ("drafter", "tokenizer", "rope_amplitude"):
+      if f[name].value is not None:
+        raise ValueError(f"--{name} needs --target: it belongs to its target")
+    return _load_demo()
+  # What is quick to find wrong comes first.
+  tokenizer = load_tokenizer(f.tokenizer or f.target)
+  drafter = None
+  if f.drafter:
+    drafter = load_drafter(f.drafter, f.dtype, rope_amplitude=f.rope_amplitude)
+  elif f.rope_amplitude is not None:
+    raise ValueError("--rope_amplitude needs --drafter")
+  target = load_target(f.target, f.dtype, f.expert_dtype)
+  tokenizer.check_fits(target.config.vocab_size, f"--target={f.target}")
+  return target, drafter, tokenizer
+
+
+def _load_demo() -> tuple[Target, DFlash, Tokenizer]:
   from kdtree_jax.demo import load_demo
+  from kdtree_jax.tokenizer.load import tokenizer_from_json
 
-  path, drafter_path = flags.FLAGS.target, flags.FLAGS.drafter
-  if path is None and drafter_path is None:
-    return load_demo(flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
-  if path is None:
-    raise ValueError("--drafter needs --target: a drafter is bonded to its target")
-  from tokenizers import Tokenizer
+  target, drafter, tokenizer = load_demo(flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
+  return target, drafter, tokenizer_from_json(tokenizer.to_str(), "of the demo")
 
-  target = load_target(path, flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
-  text = read_tokenizer_json(path)
-  if text is None:
-    raise ValueError(f"--target={path} carries no tokenizer")
-  drafter = load_drafter(drafter_path, flags.FLAGS.dtype) if drafter_path else None
-  return target, drafter, Tokenizer.from_str(text)
+
+def _encode(prompt: str, target: Target, tokenizer: Tokenizer) -> list[int]:
+  """A prompt's tokens, as a text or as what a user says."""
+  if flags.FLAGS.chat:
+    message = {"role": "user", "content": prompt}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True)
+  tokens = tokenizer.encode(prompt)
+  bos = target.config.bos_token_id
+  if tokenizer.bos is None and bos is not None:
+    return [bos, *tokens]  # The tokenizer's files leave it to the model's.
+  return tokens
 
 
 class _Run:
@@ -258,7 +300,8 @@ def tokens_per_second(sequence: SequenceResult) -> float:
 def _print_text(prompt: dict, sequence: SequenceResult, tokenizer, run: _Run) -> None:
   stats = sequence.stats
   print(f"=== {prompt.get('id', 'prompt')} ===")
-  print(prompt["prompt"] + tokenizer.decode(sequence.tokens.tolist()))
+  text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+  print(prompt["prompt"] + ("\n\n" if flags.FLAGS.chat else "") + text)
   if flags.FLAGS.draw:
     for line in run.draw(sequence):
       print(line)
@@ -274,7 +317,7 @@ def _record(prompt, sequence, config, tokenizer, plain_speed) -> dict[str, Any]:
   record = {
     **({"id": prompt["id"]} if "id" in prompt else {}),
     "prompt": prompt["prompt"],
-    "text": tokenizer.decode(sequence.tokens.tolist()),
+    "text": tokenizer.decode(sequence.tokens, skip_special_tokens=True),
     "tokens": sequence.tokens.tolist(),
     "method": config.method,
     "rounds": stats.rounds,

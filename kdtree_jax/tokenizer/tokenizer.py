@@ -86,19 +86,26 @@ class Tokenizer:
   def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
     """The text of token ids; bytes that are no UTF-8 become U+FFFD.
 
+    So do ids at and beyond `vocab_size`: rows that a model has for round sizes.
+
     Args:
       ids: any number of them, as a list or an array.
       skip_special_tokens: whether to leave out tokens such as the end of the text.
 
     Raises:
-      ValueError: there is no such token.
+      ValueError: an id is negative.
     """
-    ids = [operator.index(i) for i in ids]
-    size = self.vocab_size
-    for i in ids:
-      if not 0 <= i < size:
-        raise ValueError(f"ids holds {i}; the tokenizer's run from 0 to {size - 1}")
-    return self.backend.decode(ids, skip_special_tokens)
+    pieces: list[list[int]] = [[]]
+    for i in map(operator.index, ids):
+      if i < 0:
+        raise ValueError(f"ids holds {i}; token ids are 0 or more")
+      if i < self.vocab_size:
+        pieces[-1].append(i)
+      else:
+        pieces.append([])
+    return "\ufffd".join(
+      self.backend.decode(piece, skip_special_tokens) for piece in pieces
+    )
 
   @overload
   def apply_chat_template(

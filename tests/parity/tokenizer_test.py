@@ -66,7 +66,8 @@ TEMPLATES = {
   "python": "{% set d = dict(a=1, b=[1, 2]) %}{{ d.items() | list }}"
   "{% for k, v in d | dictsort %}{{ k }}{{ v }}{% endfor %}"
   "{{ messages[0].content.upper()[::-1] }}{{ messages | map(attribute='role') | "
-  "join(',') }}{{ '%05.2f' | format(3.14159) }}{{ [1, 2] + [3] }}{{ {'x': none} }}{{ 7 // 2 }}",
+  "join(',') }}{{ '%05.2f' | format(3.14159) }}{{ [1, 2] + [3] }}{{ {'x': none} }}"
+  "{{ 7 // 2 }}",
   "date": "{{ strftime_now('%Y-%m-%d') }}",
 }
 MESSAGES = [

@@ -140,6 +140,8 @@ def _tokenizer_config(tokenizer: dict[str, Any], config: ModelConfig) -> dict[st
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_max_length": config.max_position_embeddings,
     "clean_up_tokenization_spaces": False,
+    # Texts of our models begin with it; transformers 5 leaves the field unread.
+    "add_bos_token": tokens["bos_token"] in texts,
     **{name: texts[token] for name, token in tokens.items() if token in texts},
   }
 
