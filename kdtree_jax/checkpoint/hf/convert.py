@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +30,13 @@ from kdtree_jax.config import DrafterConfig, ModelConfig
 # A part that another version of the rules began is not continued.
 _RULES = 1
 
-# What a tokenizer is made of, beside tokenizer.json.
+# What a tokenizer is made of: one of the first two, and the rest.
+_VOCABULARIES = {"tokenizer.json", "tiktoken.model"}
 _TOKENIZER_FILES = (
+  *sorted(_VOCABULARIES),
   "tokenizer_config.json",
   "special_tokens_map.json",
   "chat_template.jinja",
-  "tiktoken.model",
 )
 
 
@@ -109,7 +109,7 @@ def convert_hf(
     [Row(name, code, shape) for name, (code, shape) in plan.items()],
     lambda name: source.read(name, plan[name][0]),
     header,
-    {"source_fingerprint": source.fingerprint, **_tokenizer(source.directory)},
+    {"source_fingerprint": source.fingerprint, **_tokenizer(source)},
     identity={
       "source": source.fingerprint,
       "dtype": dtype,
@@ -160,21 +160,23 @@ def _open(directory: Path) -> _Source:
   return _Source(directory, config, weights, fingerprint, int4)
 
 
-def _tokenizer(directory: Path) -> dict[str, Any]:
-  """The members of the metadata that hold the tokenizer's files as text."""
+def _tokenizer(source: _Source) -> dict[str, Any]:
+  """The members of the metadata that hold a target's tokenizer, as text.
+
+  Raises:
+    CheckpointError: the tokenizer is damaged, or does not fit the model.
+  """
+  found = {name: _text(source.directory / name) for name in _TOKENIZER_FILES}
+  files = {name: text for name, text in found.items() if text is not None}
+  if not isinstance(source.config, ModelConfig) or not files.keys() & _VOCABULARIES:
+    return {}
+  from kdtree_jax.tokenizer import load_tokenizer
+
+  load_tokenizer(source.directory)  # Now rather than after the conversion.
   members: dict[str, Any] = {}
-  text = _text(directory / "tokenizer.json")
-  if text is not None:
-    try:
-      json.loads(text)
-    except ValueError as error:
-      raise CheckpointError(directory / "tokenizer.json", "JSON", str(error)) from error
-    members[TOKENIZER_JSON] = text
-  files = {name: _text(directory / name) for name in _TOKENIZER_FILES}
-  files = {name: text for name, text in files.items() if text is not None}
-  if files:
-    members[TOKENIZER_FILES] = files
-  return members
+  if "tokenizer.json" in files:
+    members[TOKENIZER_JSON] = files.pop("tokenizer.json")
+  return members | ({TOKENIZER_FILES: files} if files else {})
 
 
 def _text(path: Path) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 from kdtree_jax.checkpoint import (
   KdtrError,
@@ -35,7 +37,9 @@ from kdtree_jax.checkpoint.hf.convert import convert_hf
 from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
 from kdtree_jax.checkpoint.kdtr_resumable import Progress
+from kdtree_jax.tokenizer import load_tokenizer
 from tests.checkpoint.state_dict_test import DRAFTER, TARGET, changed, weights
+from tests.tokenizer.files import kimi_config, ranks_file, write
 
 BF16 = ml_dtypes.bfloat16
 
@@ -200,35 +204,59 @@ def test_a_drafter(tmp_path):
   assert load_checkpoint(tmp_path / "x").config.block_size == 8
 
 
+def words(count: int) -> str:
+  """A tokenizer.json of so many words."""
+  vocabulary = {f"w{i}": i for i in range(count)}
+  return tokenizers.Tokenizer(models.WordLevel(vocabulary, "w0")).to_str()
+
+
 def test_metadata_names_the_source_and_carries_the_tokenizer(tmp_path):
-  tokenizer = json.dumps({"version": "1.0", "added_tokens": []})
-  hf = directory(tmp_path, tokenizer_json=tokenizer)
+  hf = directory(tmp_path, tokenizer_json=words(48))
   (hf / "chat_template.jinja").write_bytes("{{ é }}\r\n".encode())
-  (hf / "tiktoken.model").write_text("IQ== 0\n")
   convert_hf(hf, tmp_path / "x")
   metadata = open_kdtr(tmp_path / "x").metadata
   assert metadata["source_fingerprint"] == read_hf_target(hf)[2]
-  assert read_tokenizer_json(tmp_path / "x") == tokenizer
+  assert read_tokenizer_json(tmp_path / "x") == words(48)
   files = read_tokenizer_files(tmp_path / "x")
   assert sorted(files) == [
     "chat_template.jinja",
-    "tiktoken.model",
     "tokenizer.json",
     "tokenizer_config.json",
   ]
+  assert load_tokenizer(tmp_path / "x").encode("w3") == [3]
   export_hf(tmp_path / "x", tmp_path / "back")
   for name in files:
     assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
 
 
-def test_a_tokenizer_that_is_not_json(tmp_path):
+def test_kimis_ranks_travel_too(tmp_path):
+  ranks = {bytes((i,)): i for i in range(256)}
+  config = changed(vocab_size=512)
+  save_target(tmp_path / "s", config, weights(config))
+  export_hf(tmp_path / "s", tmp_path / "hf")
+  write(
+    tmp_path / "hf",
+    tiktoken__model=ranks_file(ranks),
+    tokenizer_config__json=kimi_config(256),
+  )
+  convert_hf(tmp_path / "hf", tmp_path / "x")
+  assert read_tokenizer_json(tmp_path / "x") is None
+  tokenizer = load_tokenizer(tmp_path / "x")
+  assert tokenizer.encode("hi") == list(b"hi")
+  assert tokenizer.chat_templates.keys() == {"default"}
+
+
+def test_a_tokenizer_that_does_not_fit(tmp_path):
   hf = directory(tmp_path)
-  (hf / "tokenizer.json").write_text("{")
-  with pytest.raises(CheckpointError, match="tokenizer.json: JSON"):
-    convert_hf(hf, tmp_path / "x")
-  (hf / "tokenizer.json").write_bytes(b"\xff")
-  with pytest.raises(CheckpointError, match="tokenizer.json: text: is not UTF-8"):
-    convert_hf(hf, tmp_path / "x")
+  for contents, message in (
+    (b"{", "tokenizer.json: tokenizer"),
+    (b"\xff", "tokenizer.json: text: is not UTF-8"),
+    (words(100).encode(), "config.json: vocab_size"),
+  ):
+    (hf / "tokenizer.json").write_bytes(contents)
+    with pytest.raises(CheckpointError, match=message):
+      convert_hf(hf, tmp_path / "x")
+  assert os.listdir(tmp_path) == ["hf"]
 
 
 @pytest.mark.parametrize("expert_format", ["int4", "bfloat16"])
