@@ -7,18 +7,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 CLASSES = {
   "deepseek_v2": "DeepseekV2ForCausalLM",
   "deepseek_v3": "DeepseekV3ForCausalLM",
   "kimi_k25": "Kimi_K25ForConditionalGeneration",
 }
+
+
+class CorrectlyRounded(TorchFunctionMode):
+  """Torch's float32 functions behind RoPE, computed in float64 and rounded once."""
+
+  FUNCTIONS = (torch.Tensor.__rpow__, torch.Tensor.cos, torch.Tensor.sin, torch.polar)
+
+  def __torch_function__(
+    self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+  ) -> Any:
+    if func not in self.FUNCTIONS:
+      return func(*args, **(kwargs or {}))
+    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
+    out = func(*wide)
+    return out.to(torch.complex64 if out.is_complex() else torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +127,21 @@ class Oracle:
     if self.model.config.model_type == "deepseek_v2":
       keys = np.concatenate([keys[..., 0::2], keys[..., 1::2]], axis=-1)
     return np.concatenate([latents, keys], axis=-1)
+
+  @torch.no_grad()
+  def rope_table(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(cos, sin) f32 [length, P/2], torch's functions rounded correctly."""
+    module = next(
+      m
+      for m in self.model.modules()
+      if type(m).__name__ in ("DeepseekV2RotaryEmbedding", "DeepseekV3RotaryEmbedding")
+    )
+    with CorrectlyRounded():  # The frequencies too.
+      out = type(module)(module.config)(torch.zeros(1), torch.arange(length)[None])
+    if isinstance(out, torch.Tensor):  # DeepSeek-V2's is complex.
+      return out[0].real.numpy(), out[0].imag.numpy()
+    cos, sin = (x[0, :, : x.shape[-1] // 2].numpy() for x in out)
+    return cos, sin
 
   def save(self, directory: Path, stored: torch.dtype, shard_size: str) -> None:
     """Writes config.json and safetensors files with the hub's tensor names."""

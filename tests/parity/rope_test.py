@@ -10,15 +10,12 @@ is within the last bit that torch leaves open.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
   DeepseekV2RotaryEmbedding,
 )
@@ -29,6 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from kdtree_jax import reference
 from kdtree_jax.config import YarnConfig
 from kdtree_jax.ops import rope
+from tests.parity.oracle import CorrectlyRounded
 from tests.parity.variants import plain, yarn
 
 P = 64
@@ -47,21 +45,6 @@ FAMILIES = {
   "moonlight": plain(50000.0),
 }
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
-
-
-class CorrectlyRounded(TorchFunctionMode):
-  """Torch's float32 functions, computed in float64 and rounded once."""
-
-  FUNCTIONS = (torch.Tensor.__rpow__, torch.Tensor.cos, torch.Tensor.sin, torch.polar)
-
-  def __torch_function__(
-    self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
-  ) -> Any:
-    if func not in self.FUNCTIONS:
-      return func(*args, **(kwargs or {}))
-    wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
-    out = func(*wide)
-    return out.to(torch.complex64 if out.is_complex() else torch.float32)
 
 
 def theirs(parameters: dict, version: int = 3) -> tuple[np.ndarray, ...]:
