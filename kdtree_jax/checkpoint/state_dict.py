@@ -293,9 +293,9 @@ def stored_tensor(value: np.ndarray | Int4Tensor, code: str) -> np.ndarray | Int
     ValueError: not floating point, not finite, or what int4 does not hold.
   """
   if isinstance(value, Int4Tensor):
-    exact = dequantize(value)  # Also refuses scales that are not finite.
     if code != "int4":
-      return exact.astype(_NUMPY[code], copy=False)
+      return dequantize(value).astype(_NUMPY[code], copy=False)
+    check_scales(value)
     if value.group_size != GROUP_SIZE:
       raise ValueError(f"has int4 groups of {value.group_size}, not of {GROUP_SIZE}")
     return value
