@@ -21,14 +21,15 @@ from kdtree_jax import reference
 from kdtree_jax.model import Target
 from kdtree_jax.tree import Tree
 from tests.parity.oracle import CLASSES, Oracle
-from tests.parity.variants import PUBLISHED, SINGLE, VARIANTS, VOCAB, Variant
+from tests.parity.variants import PUBLISHED, SINGLE, VARIANTS, VOCAB, Variant, yarn
 from tests.tree.random_trees import random_tree, stack
 
 LENGTHS = (44, 31)  # of the prompts
+# Over several chunks of the prefill (64) and of attention (128), whose ends the steps
+# and the tree cross.
+LONG_LENGTHS = (248, 125)
 STEPS = 5  # tokens after the prompt, one by one
 ROWS = 16  # of a step
-CACHE = 128
-SLOTS = range(len(LENGTHS))
 
 # Logits reach 10 in size. Both sides round in fp32, in different orders: differences
 # of up to 2.2e-5 were seen, and transformers alone differs by 1e-5 with its own float64
@@ -49,7 +50,8 @@ class Expected:
 
   Attributes:
     oracle: the model.
-    texts: i32 [B, max(LENGTHS) + STEPS], of which sequence b has LENGTHS[b] + STEPS.
+    lengths: of the prompts.
+    texts: i32 [B, T]: the prompts, STEPS tokens more, and more where one is shorter.
     logits: f32 [T, V] of each whole text of the table.
     prompt_rows, rows: cache rows of the prompt, and of prompt and steps.
     prompt_logits: f32 [V] after the prompt, from the cache.
@@ -59,6 +61,7 @@ class Expected:
   """
 
   oracle: Oracle
+  lengths: tuple[int, ...]
   texts: np.ndarray
   trees: list[reference.Tree]
   logits: list[np.ndarray]
@@ -70,21 +73,24 @@ class Expected:
   tree_rows: list[np.ndarray]
 
 
-def run_oracle(variant: Variant) -> Expected:
+def run_oracle(variant: Variant, lengths: tuple[int, ...]) -> Expected:
   """Random texts and trees; the first without a near tie between experts."""
   for seed in range(20):
-    expected = _run_oracle(variant.oracle(seed), np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    expected = _run_oracle(variant.oracle(seed), lengths, rng)
     if expected.oracle.choice_gap > CHOICE:
       return expected
   raise AssertionError("every text comes near a tie between experts")
 
 
-def _run_oracle(oracle: Oracle, rng: np.random.Generator) -> Expected:
-  length = max(LENGTHS) + STEPS
-  texts = rng.integers(0, VOCAB, (len(LENGTHS), length), dtype=np.int32)
-  trees = [large_tree(rng) for _ in LENGTHS]
-  expected = Expected(oracle, texts, trees, *([] for _ in range(7)))
-  for text, prompt, tree in zip(texts, LENGTHS, trees, strict=True):
+def _run_oracle(
+  oracle: Oracle, lengths: tuple[int, ...], rng: np.random.Generator
+) -> Expected:
+  shape = (len(lengths), max(lengths) + STEPS)
+  texts = rng.integers(0, VOCAB, shape, dtype=np.int32)
+  trees = [large_tree(rng) for _ in lengths]
+  expected = Expected(oracle, lengths, texts, trees, *([] for _ in range(7)))
+  for text, prompt, tree in zip(texts, lengths, trees, strict=True):
     expected.logits.append(oracle.logits(text))
     cache = oracle.start()
     expected.prompt_logits.append(oracle.append(cache, text[:prompt])[-1])
@@ -124,7 +130,8 @@ def forward(target: Target, tokens: jax.Array) -> jax.Array:
 @jax.jit
 def prefill(target: Target, tokens: jax.Array, lengths: jax.Array):
   """(cache, logits)."""
-  return kd.prefill(target, tokens, CACHE, lengths=lengths)[:2]
+  cache_len = tokens.shape[1] + STEPS
+  return kd.prefill(target, tokens, cache_len, lengths=lengths)[:2]
 
 
 @jax.jit
@@ -170,39 +177,52 @@ def assert_rope_table(target: Target, oracle: Oracle) -> None:
     np.testing.assert_allclose(got, want, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_numbers_are_those_of_transformers(name, tmp_path):
-  variant = VARIANTS[name]
-  expected = run_oracle(variant)
-  variant.save(expected.oracle, tmp_path)
-  target = kd.load_checkpoint(tmp_path, dtype="float32")
-  assert isinstance(target, Target)
-  assert_rope_table(target, expected.oracle)
-
-  texts = expected.texts
+def check_forms(target: Target, expected: Expected) -> None:
+  """All ways to read the texts and the trees."""
+  texts, lengths = expected.texts, expected.lengths
   got = forward(target, texts)
   assert_logits(got, np.stack(expected.logits), "forward")
 
-  prompts = texts[:, : max(LENGTHS)]
-  cache, got = prefill(target, prompts, jnp.asarray(LENGTHS, jnp.int32))
+  prompts = texts[:, : max(lengths)]
+  cache, got = prefill(target, prompts, jnp.asarray(lengths, jnp.int32))
   assert_logits(got, np.stack(expected.prompt_logits), "prefill")
-  for b, length in enumerate(LENGTHS):
+  for b, length in enumerate(lengths):
     assert_rows(cache.data[:, b, :length], expected.prompt_rows[b], "prefill")
 
-  root, one = jnp.zeros((len(LENGTHS), 1), jnp.int32), jnp.ones(len(LENGTHS), jnp.int32)
+  B = len(lengths)
+  root, one = jnp.zeros((B, 1), jnp.int32), jnp.ones(B, jnp.int32)
   for step in range(STEPS):
-    tokens = [texts[b, length + step] for b, length in enumerate(LENGTHS)]
+    tokens = texts[np.arange(B), np.asarray(lengths) + step]
     got, keys = verify(target, cache, Tree.root_only(jnp.asarray(tokens), ROWS))
-    want = np.stack([expected.step_logits[b][step] for b in SLOTS])
+    want = np.stack([logits[step] for logits in expected.step_logits])
     assert_logits(got[:, 0], want, f"step {step}")
     cache = commit(cache, keys, root, one)
-  for b, length in enumerate(LENGTHS):
+  for b, length in enumerate(lengths):
     assert_rows(cache.data[:, b, : length + STEPS], expected.rows[b], "steps")
 
   got, keys = verify(target, cache, stack(expected.trees))
   for b, tree in enumerate(expected.trees):
     assert_logits(got[b, : tree.size], expected.tree_logits[b], "tree")
     assert_rows(keys[:, b, : tree.size], expected.tree_rows[b], "tree")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_numbers_are_those_of_transformers(name, tmp_path):
+  variant = VARIANTS[name]
+  expected = run_oracle(variant, LENGTHS)
+  variant.save(expected.oracle, tmp_path)
+  target = kd.load_checkpoint(tmp_path, dtype="float32")
+  assert isinstance(target, Target)
+  assert_rope_table(target, expected.oracle)
+  check_forms(target, expected)
+
+
+def test_long_texts(tmp_path):
+  rope = yarn(original_max_position_embeddings=64)
+  variant = Variant({"rope_parameters": rope, "max_position_embeddings": 512})
+  expected = run_oracle(variant, LONG_LENGTHS)
+  variant.save(expected.oracle, tmp_path)
+  check_forms(kd.load_checkpoint(tmp_path, dtype="float32"), expected)
 
 
 def test_there_are_enough_variants():
