@@ -234,6 +234,9 @@ class DrafterConfig(DictMixin):
     layer_types: per layer, "full_attention" or "sliding_attention".
     sliding_window: a sliding layer sees keys with |query - key| < window, on
       both sides, the block included. None where no layer slides.
+    causal: layers whose rows do not see the rows of the block after them: "none",
+      "sliding" layers, or "all". Trainers differ, and files may not say it: those of
+      Kimi-K2.6-DFlash are of the first kind, those of Gemma 4 of the second.
     rope_amplitude: factor on cos and sin (1.0 as in Hugging Face for
       mscale == mscale_all_dim; a legacy server uses 1 + 0.1 ln(factor)).
     rope_angle_dtype: as in `ModelConfig`.
@@ -262,6 +265,7 @@ class DrafterConfig(DictMixin):
   sliding_window: int | None
   target_fingerprint: str | None = None
   rope_angle_dtype: Literal["float64", "float32"] = "float64"
+  causal: Literal["none", "sliding", "all"] = "none"
 
   def __post_init__(self) -> None:
     positive(
@@ -297,6 +301,7 @@ class DrafterConfig(DictMixin):
     )
     check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
     one_of(self, "rope_angle_dtype", ("float64", "float32"))
+    one_of(self, "causal", ("none", "sliding", "all"))
     check(
       is_number(self.rope_amplitude) and self.rope_amplitude > 0,
       "rope_amplitude",
@@ -336,3 +341,8 @@ class DrafterConfig(DictMixin):
   def max_depth(self) -> int:
     """Rows of logits of one pass: the depth of the deepest tree."""
     return self.block_size - 1
+
+  def is_causal_layer(self, layer: int) -> bool:
+    """Whether a row of this layer sees no later row of its block."""
+    sliding = self.layer_types[layer] == "sliding_attention"
+    return self.causal == "all" or (self.causal == "sliding" and sliding)

@@ -1,10 +1,11 @@
-"""Non-causal attention of a draft block to the context and to itself.
+"""Attention of a draft block to the context and to itself.
 
 A block of W rows sits at absolute positions `anchor .. anchor + W - 1`. Every
 row sees the context keys at positions below the anchor and the whole block, on
 both sides of itself; a sliding layer keeps those keys of either kind whose
 distance |query - key| is below its window (arXiv 2602.06036, section 4; the
-two-sided window is that of the Kimi checkpoints).
+two-sided window is that of the Kimi checkpoints). A causal layer, which some
+trainers have, hides the rows of the block after a row.
 
 There are two forms. `dense_attention` handles many blocks per sequence in one
 product, which training needs and a GPU likes. `cached_attention` serves one block
@@ -33,6 +34,13 @@ def _near(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
   return jnp.abs(queries[..., :, None] - keys[..., None, :]) < window
 
 
+def _own_block(rows: int, window: int | None, causal: bool) -> jax.Array:
+  """Which rows of a block see which: bool [W, W], or something that broadcasts."""
+  offsets = jnp.arange(rows)
+  near = _near(offsets, offsets, window)
+  return near & (offsets <= offsets[:, None]) if causal else near
+
+
 def _grouped(q: jax.Array, num_kv_heads: int) -> jax.Array:
   """[.., H, P] -> [.., K, G, P]: query head h reads key head h // G."""
   return q.reshape(*q.shape[:-2], num_kv_heads, -1, q.shape[-1])
@@ -47,6 +55,7 @@ def dense_attention(
   anchors: jax.Array,
   *,
   window: int | None = None,
+  causal: bool = False,
   first: jax.Array | None = None,
 ) -> jax.Array:
   """Attention of A blocks per sequence, each to its own context and itself.
@@ -61,6 +70,7 @@ def dense_attention(
     context_values: [B, T, K, P]. Rows that no block sees may hold anything.
     anchors: i32 [B, A] absolute position of each block's first row.
     window: a sliding layer's window in tokens, None for full attention.
+    causal: whether a row sees no later row of its block.
     first: i32 [B] absolute position of the first context row, None for 0.
 
   Returns:
@@ -83,8 +93,7 @@ def dense_attention(
   far = product("bawkgp,btkp->bkgawt", q, context_keys) * scale
   own = product("bawkgp,bavkp->bkgawv", q, block_keys) * scale
   far = jnp.where(seen[:, None, None], far, -jnp.inf)
-  offsets = jnp.arange(W)
-  own = jnp.where(_near(offsets, offsets, window), own, -jnp.inf)
+  own = jnp.where(_own_block(W, window, causal), own, -jnp.inf)
 
   # A row always sees itself, so the maximum is finite.
   top = jnp.maximum(
@@ -110,6 +119,7 @@ def chunked_attention(
   lengths: jax.Array,
   *,
   window: int | None = None,
+  causal: bool = False,
   chunk: int = CHUNK,
 ) -> jax.Array:
   """`cached_attention` as a loop over the chunks that hold live context.
@@ -134,7 +144,7 @@ def chunked_attention(
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     return scores.reshape(B, K, -1, scores.shape[-1])
 
-  own = masked_scores(block_keys, _near(jnp.arange(W), jnp.arange(W), window)[None])
+  own = masked_scores(block_keys, _own_block(W, window, causal)[None])
   top = jnp.max(own, -1)
   own = jnp.exp(own - top[..., None])
   total = jnp.sum(own, -1)
@@ -184,6 +194,7 @@ def whole_cache_attention(
   lengths: jax.Array,
   *,
   window: int | None = None,
+  causal: bool = False,
 ) -> jax.Array:
   """`cached_attention` as one product over the cache, or over the window.
 
@@ -210,6 +221,7 @@ def whole_cache_attention(
     values,
     lengths[:, None],
     window=window,
+    causal=causal,
     first=first,
   )
   return out[:, 0]
@@ -225,6 +237,7 @@ def cached_attention(
   lengths: jax.Array,
   *,
   window: int | None = None,
+  causal: bool = False,
 ) -> jax.Array:
   """Attention of one block per sequence to the cached context and to itself.
 
@@ -237,6 +250,7 @@ def cached_attention(
     layer: which layer of the cache to read.
     lengths: i32 [B] positions of live context, at most S.
     window: a sliding layer's window in tokens, None for full attention.
+    causal: whether a row sees no later row of its block.
 
   Returns:
     [B, W, H, P] in the dtype of the values.
@@ -249,9 +263,9 @@ def cached_attention(
     cache_values,
     lengths,
     cpu=lambda q, k, v, ck, cv, n: chunked_attention(
-      q, k, v, ck, cv, layer, n, window=window
+      q, k, v, ck, cv, layer, n, window=window, causal=causal
     ),
     default=lambda q, k, v, ck, cv, n: whole_cache_attention(
-      q, k, v, ck, cv, layer, n, window=window
+      q, k, v, ck, cv, layer, n, window=window, causal=causal
     ),
   )

@@ -85,9 +85,11 @@ class Attention(nnx.Module):
 class Layer(nnx.Module):
   """One pre-norm layer: attention, then SwiGLU, each with its residual."""
 
-  def __init__(self, config: DrafterConfig, kind: str, *, dtype, rngs: nnx.Rngs):
+  def __init__(self, config: DrafterConfig, index: int, *, dtype, rngs: nnx.Rngs):
     width, eps = config.hidden_size, config.rms_norm_eps
-    self.window = config.sliding_window if kind == "sliding_attention" else None
+    slides = config.layer_types[index] == "sliding_attention"
+    self.window = config.sliding_window if slides else None
+    self.causal = config.is_causal_layer(index)
     self.input_layernorm = RMSNorm(width, eps, dtype)
     self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
     self.post_attention_layernorm = RMSNorm(width, eps, dtype)
@@ -137,7 +139,10 @@ class DFlash(nnx.Module):
     self.fc = Linear(taps * config.target_hidden_size, width, dtype=dtype, rngs=rngs)
     self.hidden_norm = RMSNorm(width, eps, dtype)
     self.layers = nnx.List(
-      [Layer(config, kind, dtype=dtype, rngs=rngs) for kind in config.layer_types]
+      [
+        Layer(config, index, dtype=dtype, rngs=rngs)
+        for index in range(config.num_hidden_layers)
+      ]
     )
     self.norm = RMSNorm(width, eps, dtype)
 
@@ -244,9 +249,17 @@ class DFlash(nnx.Module):
     hidden = self._embed_block(target, root_tokens)
     for index, layer in enumerate(self.layers):
 
-      def attend(q, keys, values, index=index, window=layer.window):
+      def attend(q, keys, values, index=index, layer=layer):
         return cached_attention(
-          q, keys, values, state.keys, state.values, index, lengths, window=window
+          q,
+          keys,
+          values,
+          state.keys,
+          state.values,
+          index,
+          lengths,
+          window=layer.window,
+          causal=layer.causal,
         )
 
       hidden = layer(hidden, cos, sin, attend)
@@ -285,7 +298,14 @@ class DFlash(nnx.Module):
       @jax.checkpoint
       def attend(q, own_keys, own_values, keys=keys, values=values, layer=layer):
         return dense_attention(
-          q, own_keys, own_values, keys, values, anchors, window=layer.window
+          q,
+          own_keys,
+          own_values,
+          keys,
+          values,
+          anchors,
+          window=layer.window,
+          causal=layer.causal,
         )
 
       hidden = layer(hidden, block_cos, block_sin, attend)

@@ -80,16 +80,20 @@ def draft(
 def visible_keys(
   config: DrafterConfig, layer: int, positions: np.ndarray
 ) -> np.ndarray:
-  """bool[block, keys]: which positions the block's rows see; never causal.
+  """bool[block, keys]: which positions the block's rows see.
 
   A sliding layer sees keys nearer than the window on both sides, the block
-  included (as the reference for Kimi-K2.6-DFlash in mirage-project/mirage).
+  included (as the reference for Kimi-K2.6-DFlash in mirage-project/mirage). A
+  causal one sees no later position (z-lab/dflash, `is_causal`).
   """
   queries = positions[-config.block_size :]
-  distance = np.abs(queries[:, None] - positions)
-  if config.layer_types[layer] == "full_attention":
-    return np.ones(distance.shape, bool)
-  return distance < config.sliding_window
+  ahead = positions - queries[:, None]
+  visible = np.ones(ahead.shape, bool)
+  if config.layer_types[layer] == "sliding_attention":
+    visible &= np.abs(ahead) < config.sliding_window
+  if config.is_causal_layer(layer):
+    visible &= ahead <= 0
+  return visible
 
 
 def _attention(

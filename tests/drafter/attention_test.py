@@ -33,14 +33,17 @@ def _inputs(seed: int = 0):
   return q, own_keys, own_values, cache_keys, cache_values
 
 
-def _naive(q, own_keys, own_values, context_keys, context_values, start, window):
+def _naive(
+  q, own_keys, own_values, context_keys, context_values, start, window, causal
+):
   """One sequence in float64: concatenated keys, one softmax per row and head."""
   keys = np.concatenate([context_keys[:start], own_keys]).astype(np.float64)
   values = np.concatenate([context_values[:start], own_values]).astype(np.float64)
   out = np.zeros(q.shape)
   for row in range(len(q)):
-    distance = np.abs(start + row - np.arange(len(keys)))
-    seen = distance < (np.inf if window is None else window)
+    distance = start + row - np.arange(len(keys))
+    seen = np.abs(distance) < (np.inf if window is None else window)
+    seen &= (distance >= 0) | (not causal)
     for head in range(HEADS):
       kv = head // (HEADS // KV_HEADS)
       scores = keys[seen, kv] @ q[row, head].astype(np.float64) * DIM**-0.5
@@ -49,6 +52,7 @@ def _naive(q, own_keys, own_values, context_keys, context_values, start, window)
   return out
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["both sides", "causal"])
 @pytest.mark.parametrize("window", [None, 1, 3, 20, 71, 200])
 @pytest.mark.parametrize(
   "form",
@@ -60,9 +64,9 @@ def _naive(q, own_keys, own_values, context_keys, context_values, start, window)
   ],
   ids=["cached", "whole", "chunks of 16", "one chunk"],
 )
-def test_every_form_agrees_with_concatenated_keys(form, window):
+def test_every_form_agrees_with_concatenated_keys(form, window, causal):
   q, own_keys, own_values, cache_keys, cache_values = _inputs()
-  out = jax.jit(lambda *args: form(*args, 1, LENGTHS, window=window))(
+  out = jax.jit(lambda *args: form(*args, 1, LENGTHS, window=window, causal=causal))(
     q, own_keys, own_values, cache_keys, cache_values
   )
   for b, start in enumerate(LENGTHS):
@@ -74,6 +78,7 @@ def test_every_form_agrees_with_concatenated_keys(form, window):
       cache_values[1, b],
       start,
       window,
+      causal,
     )
     np.testing.assert_allclose(out[b], expected, rtol=0, atol=TOLERANCE)
 
@@ -93,8 +98,9 @@ def test_rows_beyond_the_length_are_never_read(form, window):
   np.testing.assert_array_equal(call(*garbage), call(*clean))
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["both sides", "causal"])
 @pytest.mark.parametrize("window", [None, 4, 25])
-def test_many_blocks_in_one_pass(window):
+def test_many_blocks_in_one_pass(window, causal):
   q, own_keys, own_values, cache_keys, cache_values = _inputs()
   anchors = np.array([[0, 3, 60], [5, 5, 6], [1, 2, SIZE - 1]])
   rng = np.random.default_rng(1)
@@ -102,9 +108,9 @@ def test_many_blocks_in_one_pass(window):
     rng.normal(size=(BATCH, 3, *x.shape[1:])).astype(np.float32)
     for x in (q, own_keys, own_values)
   )
-  out = jax.jit(lambda *args: dense_attention(*args, anchors, window=window))(
-    q, own_keys, own_values, cache_keys[0], cache_values[0]
-  )
+  out = jax.jit(
+    lambda *args: dense_attention(*args, anchors, window=window, causal=causal)
+  )(q, own_keys, own_values, cache_keys[0], cache_values[0])
   for b in range(BATCH):
     for a, start in enumerate(anchors[b]):
       expected = _naive(
@@ -115,6 +121,7 @@ def test_many_blocks_in_one_pass(window):
         cache_values[0, b],
         start,
         window,
+        causal,
       )
       np.testing.assert_allclose(out[b, a], expected, rtol=0, atol=TOLERANCE)
 

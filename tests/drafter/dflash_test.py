@@ -58,7 +58,9 @@ def _observe_all(drafter, target, tokens, features, cache_len=CACHE):
 
 
 @pytest.mark.parametrize(
-  "overrides", [{}, SLIDING, KIMI], ids=["full", "slide", "kimi"]
+  "overrides",
+  [{}, SLIDING, KIMI, SLIDING | {"causal": "sliding"}, SLIDING | {"causal": "all"}],
+  ids=["full", "slide", "kimi", "causal slide", "causal"],
 )
 def test_injected_keys_and_values_equal_the_concatenated_form(overrides):
   config = make_config(**overrides)
@@ -96,7 +98,11 @@ def test_angles_take_the_dtype_that_the_config_names(dtype):
   assert (tables["float64"].cos != tables["float32"].cos).any()
 
 
-@pytest.mark.parametrize("overrides", [{}, KIMI], ids=["full", "kimi"])
+@pytest.mark.parametrize(
+  "overrides",
+  [{}, KIMI, SLIDING | {"causal": "sliding"}],
+  ids=["full", "kimi", "causal"],
+)
 def test_training_form_equals_inference_at_each_anchor(overrides):
   config = make_config(**overrides)
   drafter, target = make_drafter(config), make_target()

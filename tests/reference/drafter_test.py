@@ -65,7 +65,24 @@ def test_float32_is_near_float64():
   assert 0 < np.abs(got - draft(drafter_config())).max() < 2e-5
 
 
-def test_window_is_two_sided_and_never_causal():
+def test_causal_layers_see_no_later_row():
+  config = drafter_config(causal="sliding")
+  got = visible_keys(config, 0, np.arange(8))
+  want = [
+    [1, 1, 1, 1, 0, 0, 0, 0],
+    [0, 1, 1, 1, 1, 0, 0, 0],
+    [0, 0, 1, 1, 1, 1, 0, 0],
+    [0, 0, 0, 1, 1, 1, 1, 0],
+    [0, 0, 0, 0, 1, 1, 1, 1],
+  ]
+  np.testing.assert_array_equal(got, np.array(want, bool))
+  assert visible_keys(config, 1, np.arange(8)).all()
+  config = drafter_config(causal="all")
+  got = visible_keys(config, 1, np.arange(8))
+  np.testing.assert_array_equal(got, np.tri(5, 8, 3, dtype=bool))
+
+
+def test_window_is_two_sided():
   config = drafter_config()
   got = visible_keys(config, 0, np.arange(8))
   want = [
