@@ -92,6 +92,7 @@ def load_drafter(
   dtype: Dtype = "bfloat16",
   sharding: Placement = None,
   rope_amplitude: float | None = None,
+  causal: Literal["none", "sliding", "all"] | None = None,
 ) -> DFlash:
   """As `load_checkpoint`, for a file or a directory that holds a drafter.
 
@@ -101,16 +102,19 @@ def load_drafter(
     sharding: as there.
     rope_amplitude: replaces `DrafterConfig.rope_amplitude`, over whose value servers
       disagree where a drafter has YaRN; the one that accepts more tokens is right.
+    causal: replaces `DrafterConfig.causal`, which the files of drafters with sliding
+      layers often leave open.
   """
   compute_dtype = _dtype(dtype)
   if _existing(path).is_dir():
     from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
 
-    config, weights, _ = read_hf_drafter(path)
+    config, weights, _ = read_hf_drafter(path, rope_amplitude, causal)
   else:
     config, weights, _ = read_drafter(path)
-  if rope_amplitude is not None:
-    config = dataclasses.replace(config, rope_amplitude=rope_amplitude)
+    given = {"rope_amplitude": rope_amplitude, "causal": causal}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = dataclasses.replace(config, **given)
   return place(DFlash.from_state_dict(config, weights, compute_dtype), sharding)
 
 

@@ -36,6 +36,8 @@ _DECODE_FIELDS = (
   "capture_loop",
 )
 
+# Flags that override a field of DrafterConfig.
+_DRAFTER_FIELDS = ("drafter_rope_amplitude", "drafter_causal")
 
 _REASONS = {
   "stop": "a stop token",
@@ -69,9 +71,15 @@ def define_flags() -> None:
     "tokenizer", None, "Hugging Face directory or tokenizer.json; --target's if unset."
   )
   flags.DEFINE_float(
-    "rope_amplitude",
+    "drafter_rope_amplitude",
     None,
     "Factor on the drafter's cosines and sines, in place of its configuration's.",
+  )
+  flags.DEFINE_enum(
+    "drafter_causal",
+    None,
+    ["none", "sliding", "all"],
+    "The drafter's layers in which a row sees no later row of its block.",
   )
   flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
   flags.DEFINE_enum(
@@ -183,17 +191,23 @@ def _load_models() -> tuple[Target, DFlash | None, Tokenizer]:
 
   f = flags.FLAGS
   if f.target is None:
-    for name in ("drafter", "tokenizer", "rope_amplitude"):
+    for name in ("drafter", "tokenizer", *_DRAFTER_FIELDS):
       if f[name].value is not None:
         raise ValueError(f"--{name} needs --target: it belongs to its target")
     return _load_demo()
   # What is quick to find wrong comes first.
   tokenizer = load_tokenizer(f.tokenizer or f.target)
   drafter = None
+  given = [name for name in _DRAFTER_FIELDS if f[name].value is not None]
   if f.drafter:
-    drafter = load_drafter(f.drafter, f.dtype, rope_amplitude=f.rope_amplitude)
-  elif f.rope_amplitude is not None:
-    raise ValueError("--rope_amplitude needs --drafter")
+    drafter = load_drafter(
+      f.drafter,
+      f.dtype,
+      rope_amplitude=f.drafter_rope_amplitude,
+      causal=f.drafter_causal,
+    )
+  elif given:
+    raise ValueError(f"--{given[0]} needs --drafter")
   target = load_target(f.target, f.dtype, f.expert_dtype)
   tokenizer.check_fits(target.config.vocab_size, f"--target={f.target}")
   return target, drafter, tokenizer

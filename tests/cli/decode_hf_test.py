@@ -211,9 +211,16 @@ def test_a_drafter_of_another_target(pair, decode, tmp_path):
   [
     (("--drafter=x",), "--drafter needs --target"),
     (("--tokenizer=x",), "--tokenizer needs --target"),
-    (("--rope_amplitude=1",), "--rope_amplitude needs --target"),
-    (("--target=TARGET", "--rope_amplitude=1"), "--rope_amplitude needs --drafter"),
-    (("--target=TARGET", "--drafter=DRAFTER", "--rope_amplitude=0"), "rope_amplitude"),
+    (("--drafter_rope_amplitude=1",), "--drafter_rope_amplitude needs --target"),
+    (
+      ("--target=TARGET", "--drafter_rope_amplitude=1"),
+      "--drafter_rope_amplitude needs --drafter",
+    ),
+    (
+      ("--target=TARGET", "--drafter=DRAFTER", "--drafter_rope_amplitude=0"),
+      "rope_amplitude",
+    ),
+    (("--target=TARGET", "--drafter_causal=all"), "--drafter_causal needs --drafter"),
     (("--target=TARGET", "--tokenizer=/nowhere"), "/nowhere"),
     (("--chat", "--prompt=a"), "no default chat template"),  # The demo has none.
   ],

@@ -36,6 +36,7 @@ KIMI = {
   "hidden_act": "silu",
   "hidden_size": 64,
   "initializer_range": 0.02,
+  "is_causal": False,
   "intermediate_size": 96,
   "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
   "max_position_embeddings": 262144,
@@ -88,7 +89,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | {
     "dflash_config": QWEN["dflash_config"] | {"block_size": 5, "num_target_layers": 10},
     "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-    "is_causal": False,
   },
   # A window narrower than the block hides the block's far ends from each other.
   "narrow_window": QWEN
@@ -97,6 +97,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sliding_window": 6,
     "use_sliding_window": True,
   },
+  # Every layer causal, in so many words; and, where there are none, those that slide.
+  "causal": KIMI | {"is_causal": True},
+  "causal_slide": {k: v for k, v in KIMI.items() if k != "is_causal"},
   # One layer, one tap, the smallest block.
   "smallest": QWEN
   | {
@@ -158,7 +161,8 @@ def both(directory, features, roots, lengths, amplitude=None):
   table = rng.standard_normal((vocab, width), np.float32)
   head = rng.standard_normal((vocab, width), np.float32) * np.float32(2 * width**-0.5)
 
-  drafter_config, weights, _ = read_hf_drafter(directory, amplitude)
+  causal = None if "is_causal" in config else "sliding"
+  drafter_config, weights, _ = read_hf_drafter(directory, amplitude, causal)
   drafter = DFlash.from_state_dict(drafter_config, weights, jnp.float32)
   target = FakeTarget(jnp.asarray(table), jnp.asarray(head.T))
   B, T = features.shape[:2]

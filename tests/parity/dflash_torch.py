@@ -51,15 +51,19 @@ def block_logits(
   places = torch.arange(len(streams) + block)
   cos, sin = _rope(config, places, amplitude)
   for i, kind in enumerate(config["layer_types"]):
+    # z-lab's rule: a field for all layers, or else the layers that slide.
+    causal = config.get("is_causal", kind == "sliding_attention")
     layer = {
       name.removeprefix(f"layers.{i}."): value
       for name, value in weights.items()
       if name.startswith(f"layers.{i}.")
     }
+    distance = places[-block:, None] - places[None, :]
     visible = torch.ones(block, len(places), dtype=torch.bool)
     if kind == "sliding_attention":
-      distance = places[-block:, None] - places[None, :]
-      visible = distance.abs() < config["sliding_window"]
+      visible &= distance.abs() < config["sliding_window"]
+    if causal:
+      visible &= distance >= 0
     y = _rms_norm(x, layer["input_layernorm.weight"], eps)
     x = x + _attention(config, layer, y, context, cos, sin, visible)
     y = _rms_norm(x, layer["post_attention_layernorm.weight"], eps)

@@ -15,9 +15,10 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from absl import logging
 
 from kdtree_jax._validation import is_integer, is_number
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
@@ -36,6 +37,7 @@ from kdtree_jax.reference.weights import drafter_weight_shapes
 
 CONFIG_FILE = "config.json"
 ARCHITECTURE = "DFlashDraftModel"
+Causal = Literal["none", "sliding", "all"]
 
 # Dtypes of weights, and KDTR's names of them.
 _CODES = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
@@ -54,10 +56,8 @@ _IRRELEVANT = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "attention_bias": (False,),
   "attention_mode": ("gqa",),
-  "causal": (False,),
   "final_logit_softcapping": (None,),
   "input_embedding_scale": (1.0, 1),
-  "is_causal": (False,),
   "output_multiplier": (1.0, 1),
   "projector_type": ("dflash", None),
   "quantization_config": (None,),
@@ -93,18 +93,23 @@ def is_drafter(config: Mapping[str, Any]) -> bool:
 
 
 def read_hf_drafter(
-  directory: str | os.PathLike[str], rope_amplitude: float | None = None
+  directory: str | os.PathLike[str],
+  rope_amplitude: float | None = None,
+  causal: Causal | None = None,
 ) -> tuple[DrafterConfig, Mapping[str, np.ndarray], str]:
   """Opens a published DFlash drafter; values are read when they are asked for.
 
-  Sliding layers see the window on both sides, as those of Kimi-K2.6-DFlash do.
+  `check_drafter` compares what is returned with a target.
 
   Args:
     directory: holds `config.json` and safetensors.
     rope_amplitude: factor on cosines and sines in place of the one that Hugging Face's
       code computes from `rope_scaling`, which is 1.0 for all of Kimi's drafters (some
-      servers use 1 + 0.1 ln(factor) there). `check_drafter` compares the configuration
-      with a target's.
+      servers use 1 + 0.1 ln(factor) there).
+    causal: `DrafterConfig.causal` in place of what the field `is_causal` says. Where
+      the field is missing, sliding layers are taken to see both sides of their window,
+      as those of Kimi-K2.6-DFlash do, and a warning says so; z-lab's code then takes
+      "sliding".
 
   Returns:
     The configuration; read-only arrays in the dtype of the file by name; the
@@ -120,7 +125,7 @@ def read_hf_drafter(
   if not directory.is_dir():
     raise FileNotFoundError(f"directory = {directory} does not exist")
   path = directory / CONFIG_FILE
-  config = drafter_config(load_json(path), path, rope_amplitude)
+  config = drafter_config(load_json(path), path, rope_amplitude, causal)
   tensors = SafetensorsDirectory(directory)
   _check_tensors(config, tensors)
   return config, _Tensors(tensors), _fingerprint(tensors)
@@ -165,6 +170,7 @@ def drafter_config(
   values: Mapping[str, Any],
   path: str | os.PathLike[str] = CONFIG_FILE,
   rope_amplitude: float | None = None,
+  causal: Causal | None = None,
 ) -> DrafterConfig:
   """The contents of a drafter's `config.json` as ours.
 
@@ -172,6 +178,7 @@ def drafter_config(
     values: the contents.
     path: of the file, for messages.
     rope_amplitude: as in `read_hf_drafter`.
+    causal: as there.
 
   Raises:
     CheckpointError: a field is missing, unknown, or has a value that is not supported.
@@ -184,6 +191,7 @@ def drafter_config(
   _check_kind(fields, own)
   sizes = {name: _integer(fields, name, fields.required(name)) for name in _SIZES}
   kinds, window = _layers(fields, sizes["num_hidden_layers"])
+  said = _causal(fields, own, "sliding_attention" in kinds and causal is None)
   rope = read_rope(fields)
   amplitude = rope_amplitude
   if amplitude is None:
@@ -228,6 +236,7 @@ def drafter_config(
       target_hidden_size=_integer(fields, "target_hidden_size", target_hidden),
       layer_types=kinds,
       sliding_window=window,
+      causal=said if causal is None else causal,
     )
   except ConfigError as error:
     raise CheckpointError(path, "configuration", str(error)) from error
@@ -248,6 +257,28 @@ def _check_kind(fields: Fields, own: Fields) -> None:
   for name, allowed in _NEUTRAL.items():
     fields.must_be(name, *allowed)
     own.must_be(name, *allowed)
+
+
+def _causal(fields: Fields, own: Fields, matters: bool) -> Causal:
+  """What `is_causal` says of all layers; NVIDIA's exporter calls it `causal`."""
+  found = [
+    (where, name, where.optional(name))
+    for where in (fields, own)
+    for name in ("is_causal", "causal")
+  ]
+  found = [row for row in found if row[2] is not None]
+  for where, name, value in found:
+    if not isinstance(value, bool) or value != found[0][2]:
+      raise where.error(name, f"{value!r} must be true or false, and so everywhere")
+  if found:
+    return "all" if found[0][2] else "none"
+  if matters:
+    logging.warning(
+      "%s: is_causal is missing: sliding layers are taken to see both sides of their "
+      "window, as Kimi's do; causal='sliding' is for those that do not",
+      fields.path,
+    )
+  return "none"
 
 
 def _integer(fields: Fields, name: str, value: Any) -> int:

@@ -96,6 +96,10 @@ def drafter_config(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
       config.rope_amplitude,
       f"the published layout means {_amplitude(config.rope_scaling)}",
     )
+  if config.causal == "sliding":
+    _refuse(
+      "causal", config.causal, "the published layout has one value for all layers"
+    )
   fields: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -121,6 +125,7 @@ def drafter_config(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
   return fields | {
     "rope_scaling": _yarn(config.rope_scaling),
     "layer_types": list(config.layer_types),
+    "is_causal": config.causal == "all",
     "use_sliding_window": "sliding_attention" in config.layer_types,
     "max_window_layers": config.num_hidden_layers,
     "dflash_config": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,53 @@ def test_other_spellings_mean_the_same(config):
 
 
 @pytest.mark.parametrize(
+  ("fields", "inner", "causal"),
+  [
+    ({"is_causal": False}, {}, "none"),
+    ({"is_causal": True}, {}, "all"),
+    ({}, {"causal": True}, "all"),
+    ({"is_causal": False}, {"causal": False, "is_causal": None}, "none"),
+    ({}, {}, "none"),
+  ],
+)
+def test_causal_layers(caplog, fields, inner, causal):
+  config = CONFIG | fields | {"dflash_config": CONFIG["dflash_config"] | inner}
+  assert drafter_config(config).causal == causal
+  # Trainers do not agree on what no word means, so it is said.
+  assert ("both sides" in caplog.text) == (not fields and not inner)
+  caplog.clear()
+  for flag in ("none", "sliding", "all"):
+    assert drafter_config(config, causal=flag).causal == flag
+  assert caplog.text == ""
+
+
+def test_causal_fields_must_agree():
+  config = changed("dflash_config.causal", True) | {"is_causal": False}
+  with pytest.raises(CheckpointError, match="dflash_config.causal"):
+    drafter_config(config)
+
+
+def test_causal_flag_and_export(tmp_path):
+  write(tmp_path / "d", tensors())
+  save_drafter(tmp_path / "d.kdtr", EXPECTED, tensors())
+  for path in (tmp_path / "d", tmp_path / "d.kdtr"):
+    assert load_drafter(path, causal="sliding").config.causal == "sliding"
+    assert load_drafter(path).config.causal == "none"
+    with pytest.raises(ValueError, match="causal = 'some'"):
+      load_drafter(path, causal="some")  # type: ignore[arg-type]
+  # What is exported leaves nothing open.
+  for causal in ("none", "all"):
+    config = dataclasses.replace(EXPECTED, causal=causal)
+    save_drafter(tmp_path / "d.kdtr", config, tensors())
+    export_hf(tmp_path / "d.kdtr", tmp_path / causal)
+    assert read_hf_drafter(tmp_path / causal)[0] == config
+  config = dataclasses.replace(EXPECTED, causal="sliding")
+  save_drafter(tmp_path / "d.kdtr", config, tensors())
+  with pytest.raises(ConfigError, match="causal"):
+    export_hf(tmp_path / "d.kdtr", tmp_path / "sliding")
+
+
+@pytest.mark.parametrize(
   ("fields", "kinds", "window"),
   [
     ({"use_sliding_window": False}, "ff", None),
@@ -270,8 +318,8 @@ def test_layer_types_are_needed_where_nothing_else_says_them():
     ("model_type", "llama", "llama"),
     ("hidden_act", "gelu", "gelu"),
     ("attention_bias", True, "attention_bias"),
-    ("is_causal", True, "is_causal"),
-    ("dflash_config.causal", True, "dflash_config.causal"),
+    ("is_causal", 1, "is_causal"),
+    ("dflash_config.causal", "no", "dflash_config.causal"),
     ("dflash_config.selector_rank", 256, "dflash_config.selector_rank"),
     ("dflash_config.conv_kernel_size", 2, "dflash_config.conv_kernel_size"),
     ("dflash_config.projector_type", "dspark", "dspark"),
