@@ -6,13 +6,16 @@ own layout differs (kernels [in, out], gate and up joined, heads split, experts
 stacked, int4 in tiles). This file is the only place that knows both.
 
 Building reads a tensor when its place in the result exists, copies it there and drops
-it: a mapping that reads files costs no more than one tensor besides the result.
+it. Threads do so for several experts at once, for as many as are no larger together
+than the largest tensor: a mapping that reads files costs no more than that one besides
+the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -24,7 +27,9 @@ from flax import nnx
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.moe import Experts, MoE
 from kdtree_jax.model.placement import Placement, empty, put, variables
+from kdtree_jax.model.rounding import copy_rounded
 from kdtree_jax.model.target import Block, Target
+from kdtree_jax.model.workers import Workers
 from kdtree_jax.ops import int4_weight
 from kdtree_jax.ops.int4_weight import Int4Weight
 from kdtree_jax.reference.weights import weight_shapes
@@ -34,41 +39,47 @@ if TYPE_CHECKING:  # That package imports this file.
 
 ExpertDtype = Literal["as_stored", "int4", "dequantized"]
 _Read = Callable[[], Any]  # Reads a tensor: an array, or an Int4Tensor.
+_Jobs = Iterator[Callable[[], None]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
   """Variables of the module and the tensors that make them up.
 
-  `pack` fills empty arrays of the variables' shapes and dtypes from functions that read
-  the tensors in the order of `names`; `unpack` takes the variables' values.
+  `pack` gives functions, in any order and at once, that fill empty arrays of the
+  variables' shapes and dtypes; it takes functions that read the tensors in the order of
+  `names`. `unpack` takes the variables' values.
   """
 
   variables: tuple[nnx.Variable, ...]
   names: tuple[str, ...]
-  pack: Callable[[tuple[np.ndarray, ...], tuple[_Read, ...]], None]
+  pack: Callable[[tuple[np.ndarray, ...], tuple[_Read, ...]], _Jobs]
   unpack: Callable[..., tuple[Any, ...]]
   int4: bool = False  # Tensors are Int4Tensors.
 
 
+def _copy(into: np.ndarray, read: _Read) -> Callable[[], None]:
+  return lambda: copy_rounded(into, read())
+
+
 def _as_is(variable: nnx.Variable, name: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
-    into[0][...] = read[0]()
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+    yield _copy(into[0], read[0])
 
   return _Entry((variable,), (name,), pack, lambda v: (v,))
 
 
 def _kernel(variable: nnx.Variable, name: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
-    into[0][...] = read[0]().T
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+    yield _copy(into[0].T, read[0])
 
   return _Entry((variable,), (name,), pack, lambda v: (v.T,))
 
 
 def _gate_up(variable: nnx.Variable, prefix: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
     for half, tensor in zip(np.split(into[0], 2, axis=1), read, strict=True):
-      half[...] = tensor().T
+      yield _copy(half.T, tensor)
 
   return _Entry(
     (variable,),
@@ -95,9 +106,13 @@ def _attention(attn, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
   yield _kernel(attn.kv_a_proj.kernel, f"{prefix}.kv_a_proj_with_mqa.weight")
   yield _as_is(attn.kv_a_layernorm.weight, f"{prefix}.kv_a_layernorm.weight")
 
-  def pack_kv_b(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
-    heads = read[0]().reshape(H, C + E, R)
-    into[0][...], into[1][...] = heads[:, :C], heads[:, C:].swapaxes(1, 2)
+  def pack_kv_b(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+    def both() -> None:
+      heads = read[0]().reshape(H, C + E, R)
+      copy_rounded(into[0], heads[:, :C])
+      copy_rounded(into[1].swapaxes(1, 2), heads[:, C:])
+
+    yield both
 
   def unpack_kv_b(k_up: np.ndarray, v_up: np.ndarray) -> tuple[np.ndarray, ...]:
     return (np.concatenate([k_up, v_up.swapaxes(1, 2)], 1).reshape(-1, R),)
@@ -133,16 +148,15 @@ def _experts(experts: Experts, config: ModelConfig, prefix: str) -> Iterator[_En
   E = config.n_routed_experts
   expert_axis = 1 if experts.dense else 0
 
-  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
     kernels = np.moveaxis(into[0], expert_axis, 0)
-    for e in range(E):
-      gate, up = np.split(kernels[e], 2, axis=1)
-      gate[...] = read[e]().T
-      up[...] = read[E + e]().T
+    for part, half in enumerate(np.split(kernels, 2, axis=2)):
+      for e in range(E):
+        yield _copy(half[e].T, read[part * E + e])
 
-  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
     for kernel, tensor in zip(into[0], read, strict=True):
-      kernel[...] = tensor().T
+      yield _copy(kernel.T, tensor)
 
   def unpack_gate_up(value: np.ndarray) -> tuple[np.ndarray, ...]:
     halves = np.split(value, 2, axis=2)
@@ -171,25 +185,28 @@ def _int4_experts(
     config.moe_intermediate_size,
   )
 
-  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
-    packed = np.empty((2 * F, D // 2), np.uint8)
-    scales = np.empty((2 * F, D // int4_weight.GROUP_SIZE), ml_dtypes.bfloat16)
-    for e in range(E):
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+    def one(e: int) -> None:
+      packed = np.empty((2 * F, D // 2), np.uint8)
+      scales = np.empty((2 * F, D // int4_weight.GROUP_SIZE), ml_dtypes.bfloat16)
       for rows, i in ((slice(F), e), (slice(F, None), E + e)):
         tensor = read[i]()
         packed[rows], scales[rows] = tensor.packed, tensor.scales
         del tensor  # Before the next one is read.
       into[0][e] = int4_weight.pack_tiles(packed, scales, gated=True)
 
+    return (functools.partial(one, e) for e in range(E))
+
   def unpack_gate_up(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
     both = [_int4_tensor(t, D, 2 * F, gated=True) for t in tiles]
     return tuple(_rows(w, part) for part in (slice(F), slice(F, None)) for w in both)
 
-  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> None:
-    for e in range(E):
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+    def one(e: int) -> None:
       tensor = read[e]()
       into[0][e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
-      del tensor
+
+    return (functools.partial(one, e) for e in range(E))
 
   def unpack_down(tiles: np.ndarray) -> tuple[Int4Tensor, ...]:
     return tuple(_int4_tensor(t, F, D, gated=False) for t in tiles)
@@ -294,14 +311,18 @@ def target_from_state_dict(
   names = {id(variable): name for name, variable in variables(target).items()}
   for variable in (target.cos, target.sin):
     variable.set_value(put(names[id(variable)], variable[...], sharding))
-  for entry in _entries(target):
-    convert = _as_int4 if entry.int4 else _as_floats
-    read = tuple(functools.partial(convert, weights, name) for name in entry.names)
-    values = [empty(v.shape, v.dtype) for v in entry.variables]
-    entry.pack(tuple(values), read)
-    for variable in entry.variables:
-      # Popped, so that the host's copy goes as soon as the device has its own.
-      variable.set_value(put(names[id(variable)], values.pop(0), sharding))
+  shapes = weight_shapes(config)
+  largest = max(map(math.prod, shapes.values()))
+  with Workers() as workers:
+    for entry in _entries(target):
+      convert = _as_int4 if entry.int4 else _as_floats
+      read = tuple(functools.partial(convert, weights, name) for name in entry.names)
+      values = [empty(v.shape, v.dtype) for v in entry.variables]
+      at_once = largest // math.prod(shapes[entry.names[0]])
+      workers.run(entry.pack(tuple(values), read), at_once)
+      for variable in entry.variables:
+        # Popped, so that the host's copy goes as soon as the device has its own.
+        variable.set_value(put(names[id(variable)], values.pop(0), sharding))
   return target
 
 

@@ -49,6 +49,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 _LENGTH = struct.Struct("<Q")
+_LARGE = 1 << 16  # Bytes of a tensor from which advice to the system is worth a call.
 _MAX_HEADER = 100_000_000  # Bytes; the format's own limit.
 
 
@@ -141,6 +142,7 @@ class SafetensorsDirectory:
     count = math.prod(entry.shape)
     if not count:
       return np.empty(entry.shape, DTYPES[entry.dtype])
+    self._advise(entry, "MADV_WILLNEED")
     flat = np.frombuffer(
       self._maps[entry.file], DTYPES[entry.dtype], count, entry.start
     )
@@ -150,6 +152,15 @@ class SafetensorsDirectory:
     """A tensor's bytes: a read-only view."""
     entry = self.entries[name]
     return memoryview(self._maps[entry.file])[entry.start : entry.stop]
+
+  def release(self, name: str) -> None:
+    """Gives the memory of a tensor's pages back; views stay valid and map them anew."""
+    self._advise(self.entries[name], "MADV_DONTNEED")
+
+  def _advise(self, entry: TensorEntry, advice: str) -> None:
+    start = entry.start - entry.start % mmap.PAGESIZE
+    if entry.stop - entry.start >= _LARGE and hasattr(mmap, advice):
+      self._maps[entry.file].madvise(getattr(mmap, advice), start, entry.stop - start)
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -206,7 +217,11 @@ def _map(path: Path) -> mmap.mmap:
   with open(path, "rb") as file:
     if os.fstat(file.fileno()).st_size < _LENGTH.size:
       raise CheckpointError(path, "header", "the file is truncated: it has no header")
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  if hasattr(mmap, "MADV_RANDOM"):
+    # The system would read far ahead for headers and samples; `read` asks for tensors.
+    contents.madvise(mmap.MADV_RANDOM)
+  return contents
 
 
 def _read_header(path: Path, contents: mmap.mmap) -> list[TensorEntry]:

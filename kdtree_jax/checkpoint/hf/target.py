@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -59,15 +60,17 @@ def read_hf_target(directory: StrPath) -> tuple[ModelConfig, HfWeights, str]:
 class HfWeights(Mapping[str, "np.ndarray | Int4Tensor"]):
   """A directory's weights under the names of `expected_shapes`.
 
-  `weights[name]` reads from the file each time and keeps nothing. Floats come as views
-  of the file in their stored dtype, FP8 as new float32 arrays, int4 routed experts as
-  Int4Tensors (views too), other int4 weights as new float32 arrays.
+  `weights[name]` reads from the file each time and keeps nothing: a thread's read gives
+  back the memory of the pages of its last one. Floats come as views of the file in
+  their stored dtype, FP8 as new float32 arrays, int4 routed experts as Int4Tensors
+  (views too), other int4 weights as new float32 arrays.
   """
 
   def __init__(self, config: HfConfig, files: SafetensorsDirectory) -> None:
     """Compares names, shapes and dtypes with those that the config asks for."""
     self._config = config
     self._files = files
+    self._last = threading.local()
     _check_size(config.model, files)
     self._shapes = weight_shapes(config.model)
     self._sources = {
@@ -77,6 +80,9 @@ class HfWeights(Mapping[str, "np.ndarray | Int4Tensor"]):
 
   def __getitem__(self, name: str) -> np.ndarray | Int4Tensor:
     parts = self._sources[name]
+    for part in getattr(self._last, "parts", ()):
+      self._files.release(part)
+    self._last.parts = parts
     try:
       return self._read(name, parts)
     except CheckpointError:
