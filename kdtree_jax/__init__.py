@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from kdtree_jax import checkpoint, drafter, ops, reference
-  from kdtree_jax.checkpoint import KdtrError, load_checkpoint
+  from kdtree_jax.checkpoint import CheckpointError, KdtrError, load_checkpoint
   from kdtree_jax.config import (
     ConfigError,
     DecodeConfig,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+  "CheckpointError",
   "ConfigError",
   "DecodeConfig",
   "DecodeResult",
@@ -70,6 +71,7 @@ __all__ = [
 
 # Module of each public name. A subpackage is listed under its own name.
 _MODULES = {
+  "CheckpointError": "kdtree_jax.checkpoint",
   "ConfigError": "kdtree_jax.config",
   "DecodeConfig": "kdtree_jax.config",
   "DecodeResult": "kdtree_jax.decoding",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kdtree_jax.checkpoint.hf.convert import convert_hf
+from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.export import export_hf
 from kdtree_jax.checkpoint.int4 import Int4Tensor, dequantize, quantize
 from kdtree_jax.checkpoint.kdtr import (
@@ -28,6 +29,7 @@ from kdtree_jax.checkpoint.tokenizer_files import (
 )
 
 __all__ = [
+  "CheckpointError",
   "Int4Tensor",
   "KdtrError",
   "KdtrFile",

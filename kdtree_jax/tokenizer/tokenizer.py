@@ -27,8 +27,9 @@ class Tokenizer:
     chat_templates: Jinja programs by name; the usual one is "default".
     stop_token_ids: tokens that end a text, of `config.json` first, then of
       `generation_config.json`.
-    bos: whether `encode` begins a text with the token for it; None where the files do
-      not say, and then it does not.
+    bos: whether `encode` begins a text with the token for it (`add_bos_token`, which
+      transformers 4 reads and transformers 5 does not where there is a
+      `tokenizer.json`); None where the files do not say, and then it does not.
     eos: whether `encode` ends a text with the token for it, on top of what
       `tokenizer.json` does.
     sort_tools: whether the members of tools are sorted by name before they are
