@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -321,8 +322,9 @@ def target_from_state_dict(
       at_once = largest // math.prod(shapes[entry.names[0]])
       workers.run(entry.pack(tuple(values), read), at_once)
       for variable in entry.variables:
-        # Popped, so that the host's copy goes as soon as the device has its own.
-        variable.set_value(put(names[id(variable)], values.pop(0), sharding))
+        # Popped and waited for, so that the host's copy goes before the next is made.
+        value = put(names[id(variable)], values.pop(0), sharding)
+        variable.set_value(jax.block_until_ready(value))
   return target
 
 

@@ -66,8 +66,8 @@ _REQUIRED = (
   "attention_bias",
 )
 
-# What classes of transformers 5, which write `rope_parameters`, have no field for.
-_CONSTANTS_OF_TRANSFORMERS_5: dict[str, dict[str, Any]] = {
+# What classes of transformers have no field for: their code fixes it.
+_CONSTANTS_OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
   "deepseek_v3": {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -155,17 +155,21 @@ def _read_wrapper(path: Path, values: dict[str, Any]) -> HfConfig:
     raise inner.error(
       "model_type", f"{text.get('model_type')!r} is not supported: {_TEXT_TYPES}"
     )
-  tied = outer.optional("tie_word_embeddings", text.get("tie_word_embeddings"))
-  if tied != text.get("tie_word_embeddings"):
+  inside = text.get("tie_word_embeddings")
+  tied = outer.optional("tie_word_embeddings", inside)
+  if inside not in (None, tied):
     raise outer.error(
-      "tie_word_embeddings",
-      f"is {tied!r}, but {text.get('tie_word_embeddings')!r} in text_config",
+      "tie_word_embeddings", f"is {tied!r}, but {inside!r} in text_config"
     )
   quantization = outer.optional("quantization_config")
-  if quantization is not None:
-    if text.get("quantization_config") not in (None, quantization):
-      raise outer.error("quantization_config", "differs from text_config's")
-    inner = Fields(path, text | {"quantization_config": quantization}, "text_config.")
+  if quantization is None:
+    quantization = text.get("quantization_config")
+  elif text.get("quantization_config") not in (None, quantization):
+    raise outer.error("quantization_config", "differs from text_config's")
+  text = text | {"quantization_config": quantization}
+  if tied is not None:
+    text["tie_word_embeddings"] = tied
+  inner = Fields(path, text, "text_config.")
   bos = outer.optional("bos_token_id")
   if bos not in (None, text.get("bos_token_id")):
     raise outer.error(
@@ -182,7 +186,10 @@ def _read_text(fields: Fields, eos: tuple[int, ...]) -> HfConfig:
   values = {name: fields.required(name) for name in _REQUIRED}
   values["q_lora_rank"] = fields.required("q_lora_rank", null=True)
   rope = read_rope(fields)
-  constants = _CONSTANTS_OF_TRANSFORMERS_5.get(model_type, {}) if rope.new else {}
+  # `rope_parameters` came with transformers 5; `rope_interleave` is in no published
+  # configuration, only in those that transformers wrote.
+  theirs = rope.new or "rope_interleave" in fields
+  constants = _CONSTANTS_OF_TRANSFORMERS.get(model_type, {}) if theirs else {}
   for name in ("scoring_func", "topk_method", "moe_layer_freq"):
     values[name] = (
       fields.optional(name, constants[name])

@@ -96,6 +96,16 @@ def test_the_spelling_of_transformers_5(tmp_path, name):
   assert got == ours and not got.rope_interleave and got.tie_word_embeddings
 
 
+def test_the_spelling_of_transformers_4(tmp_path):
+  """Its own class, told by rope_interleave, has no fields for the router either."""
+  document = hub_config(family("kimi"), rope_interleave=True)
+  for name in ("scoring_func", "topk_method", "moe_layer_freq"):
+    del document[name]
+  assert read(tmp_path, document).model == family("kimi")
+  del document["rope_interleave"]
+  config_refused(tmp_path, document, "scoring_func", "is missing")
+
+
 def test_every_field_of_the_model_is_covered(tmp_path):
   """A field that is added to ModelConfig must be read, or named here."""
   document = kimi()
@@ -315,6 +325,18 @@ def test_a_damaged_generation_config(tmp_path):
 )
 def test_a_wrapper_that_disagrees(tmp_path, changes, field, reason):
   config_refused(tmp_path, kimi_wrapper(kimi()) | changes, field, reason)
+
+
+def test_tied_embeddings_may_be_said_in_the_wrapper(tmp_path):
+  text = kimi()
+  del text["tie_word_embeddings"]
+  assert read(tmp_path, kimi_wrapper(text)).model == family("kimi")
+  tied = kimi_wrapper(text, tie_word_embeddings=True)
+  assert read(tmp_path, tied).model.tie_word_embeddings
+  document = kimi_wrapper(text)
+  del document["tie_word_embeddings"]
+  name = "text_config.tie_word_embeddings"
+  config_refused(tmp_path, document, name, "is missing")
 
 
 def test_quantization_may_be_said_in_the_wrapper(tmp_path):
