@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import kdtree_jax as kd
+from kdtree_jax.checkpoint import export_hf
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,6 +24,21 @@ def test_a_round_by_hand_gives_the_text_of_decode(capsys):
   result = kd.decode(names["target"], names["drafter"], [names["prompt"]], config)
   assert result[0].tokens.tolist() == names["text"]
   assert names["tokenizer"].decode(names["text"]) in capsys.readouterr().out
+
+
+def test_a_directory_of_hugging_face(tmp_path, monkeypatch, capsys):
+  """With the demo's target in place of the one that the page names."""
+  page = (ROOT / "docs" / "hugging_face.md").read_text()
+  (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+  (name,) = set(re.findall(r"load_\w+\(\"([^\"]+)\"", code))
+  monkeypatch.chdir(tmp_path)
+  export_hf(ROOT / "kdtree_jax" / "demo" / "target.kdtr", name)
+  names: dict = {}
+  exec(compile(code, "docs/hugging_face.md", "exec"), names)
+  assert names["prompt"][0] == names["target"].config.bos_token_id
+  assert len(names["result"][0].tokens) > 4
+  text = names["tokenizer"].decode(names["result"][0].tokens, skip_special_tokens=True)
+  assert text in capsys.readouterr().out
 
 
 def test_no_placeholder_is_left():
