@@ -213,7 +213,7 @@ class _Journal:
     self._file.seek(0)
     first = self._file.readline()
     found = _json_line(first)
-    if not restart and found is not None:
+    if not restart and found is not None and layout.part.exists():
       if found != title:
         raise KdtrError(
           layout.part,
@@ -280,6 +280,8 @@ def _lock(file: BinaryIO, path: Path) -> None:
     raise BlockingIOError(
       errno.EWOULDBLOCK, "another process is writing this file", os.fspath(path)
     ) from error
+  except OSError:  # Nor on a network's disk without locks.
+    pass
 
 
 @contextlib.contextmanager

@@ -16,11 +16,8 @@ from tqdm import tqdm
 from kdtree_jax.cli import flags as cli_flags
 from kdtree_jax.training.config import Experiment
 
-_STAGES = {
-  "resume": "reading again",
-  "write": "writing",
-  "check": "checking",
-}
+_STAGES = {"resume": "reading again", "write": "writing", "check": "checking"}
+_MOST_NOTES = 5  # of damaged tensors, before they are only counted
 
 
 def define_flags() -> None:
@@ -77,9 +74,16 @@ def _to_kdtr(source: Path, out: Path, bar: _Bar) -> int:
   from kdtree_jax.checkpoint.hf.convert import convert_hf
   from kdtree_jax.checkpoint.kdtr_resumable import Progress
 
+  damaged = 0
+
   def show(progress: Progress) -> None:
-    if progress.damaged:
+    nonlocal damaged
+    damaged += progress.damaged
+    if progress.damaged and damaged <= _MOST_NOTES:
       bar.note(f"damaged in the part, written again: {progress.name}")
+    elif progress.stage != "resume" and damaged > _MOST_NOTES:
+      bar.note(f"damaged in the part, written again: {damaged - _MOST_NOTES} more")
+      damaged = 0
     bar.update(_STAGES[progress.stage], progress.done, progress.total)
 
   fingerprint = convert_hf(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -72,6 +73,40 @@ convert_hf(sys.argv[1], sys.argv[2], progress=progress)
   convert_hf(directory, tmp_path / "whole")
   assert path.read_bytes() == (tmp_path / "whole").read_bytes()
   assert sorted(p.name for p in tmp_path.iterdir()) == ["whole", "x.kdtr"]
+
+
+def test_a_part_with_much_damage_is_described_in_few_lines(directory, tmp_path):
+  path = tmp_path / "x.kdtr"
+
+  def kill(report) -> None:
+    if report.stage == "check":
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    convert_hf(directory, path, progress=kill)
+  os.truncate(f"{path}.part", 1000)
+  done = run(f"--source={directory}", f"--out={path}")
+  lines = done.stderr.splitlines()
+  assert len(lines) == 6
+  assert lines[-1] == f"damaged in the part, written again: {262 - 5} more"
+  assert path.exists()
+
+
+def test_the_bar_of_a_terminal(directory, tmp_path):
+  pty = pytest.importorskip("pty")
+  ours, theirs = pty.openpty()
+  pytest.importorskip("termios").tcsetwinsize(theirs, (24, 100))
+  command = [
+    *(sys.executable, "-m", "kdtree_jax.cli.convert"),
+    *(f"--source={directory}", f"--out={tmp_path / 'x'}"),
+  ]
+  done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, timeout=600)
+  os.close(theirs)
+  shown = os.read(ours, 1 << 20).decode()
+  os.close(ours)
+  assert done.returncode == 0
+  assert "writing: 100%" in shown and "checking: 100%" in shown
+  assert "10.4M/10.4M" in shown
 
 
 def test_errors_are_one_line(directory, tmp_path):
