@@ -127,6 +127,7 @@ VARIANTS = {
   "halves": {"rope_interleave": False, "q_lora_rank": None},
   "groups": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
   "unnormalised": {"norm_topk_prob": False, "tie_word_embeddings": True},
+  "no_shared_expert": {"n_shared_experts": 0},
   "v2": {
     "scoring_func": "softmax",
     "topk_method": "greedy",

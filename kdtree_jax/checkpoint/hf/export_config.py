@@ -157,8 +157,6 @@ def _check_target(config: ModelConfig, v3: bool) -> None:
     _refuse("latent_norm_eps", config.latent_norm_eps, "it is always 1e-6 there")
   if config.topk_method != ("noaux_tc" if v3 else "greedy"):
     _refuse("topk_method", config.topk_method, f"scoring by {config.scoring_func}")
-  if moe and config.n_shared_experts == 0:
-    _refuse("n_shared_experts", 0, "its layers always have shared experts")
   if v3 and moe and config.n_routed_experts < 2 * config.n_group:
     _refuse("n_group", config.n_group, "a group needs two experts there")
   if not v3:

@@ -72,6 +72,7 @@ def test_there_and_back_gives_the_same_tensors(tmp_path, dtype, expert_format):
     changed(q_lora_rank=None, rope_interleave=False, eos_token_id=(4,)),
     changed(eos_token_id=(), bos_token_id=7, tie_word_embeddings=True),
     changed(first_k_dense_replace=2, n_shared_experts=0),  # No expert at all.
+    changed(n_shared_experts=0),
     changed(n_routed_experts=4, n_group=2, num_experts_per_tok=2, rope_scaling=None),
   ],
 )
@@ -237,7 +238,6 @@ def test_tokenizer_and_its_special_tokens(tmp_path):
   [
     (changed(latent_norm_eps=1e-5), "latent_norm_eps = 1e-05"),
     (changed(topk_method="greedy"), "topk_method = 'greedy'"),
-    (changed(n_shared_experts=0), "n_shared_experts = 0"),
     (changed(n_group=2, topk_group=2), "n_group = 2"),
     (
       dataclasses.replace(V2, norm_topk_prob=True),
