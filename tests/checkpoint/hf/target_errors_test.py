@@ -256,6 +256,17 @@ def test_int4_where_the_config_says_floats_and_the_other_way(tmp_path):
     read_hf_target(tmp_path / "plain")
 
 
+def test_int4_of_a_size_that_groups_do_not_fit(tmp_path):
+  """A dense layer's down projection has 48 input features."""
+  others = ["lm_head", "re:.*self_attn", "re:.*shared_experts", "re:.*mlp.(gate|up)_"]
+  int4_model(tmp_path, wrapped=False, ignore=others)
+  stem = "model.layers.0.mlp.down_proj"
+  words = np.zeros((64, 6), np.int32)
+  packed = {f"{stem}.weight": None, f"{stem}.weight_packed": words}
+  reason = "has 48 input features, which 32 does not divide"
+  refused(rewrite(tmp_path, packed), SINGLE, f"{stem}.weight_packed", reason)
+
+
 def test_int4_scales_that_are_not_numbers(tmp_path):
   int4_model(tmp_path, wrapped=False)
   scales = np.full((32, 2), np.inf, BF16)
