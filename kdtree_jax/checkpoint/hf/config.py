@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtree_jax._validation import is_integer, is_number
+from kdtree_jax._validation import is_integer
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.fields import Fields
 from kdtree_jax.checkpoint.hf.quantization import Quantization, read_quantization
@@ -64,6 +64,27 @@ _REQUIRED = (
   "tie_word_embeddings",
   "hidden_act",
   "attention_bias",
+)
+
+_INTEGERS = (
+  "vocab_size",
+  "hidden_size",
+  "intermediate_size",
+  "moe_intermediate_size",
+  "num_hidden_layers",
+  "num_attention_heads",
+  "kv_lora_rank",
+  "qk_nope_head_dim",
+  "qk_rope_head_dim",
+  "v_head_dim",
+  "n_routed_experts",
+  "num_experts_per_tok",
+  "n_shared_experts",
+  "n_group",
+  "topk_group",
+  "first_k_dense_replace",
+  "moe_layer_freq",
+  "max_position_embeddings",
 )
 
 # What classes of transformers have no field for: their code fixes it.
@@ -204,11 +225,12 @@ def _read_text(fields: Fields, eos: tuple[int, ...]) -> HfConfig:
       "only false is supported with deepseek_v2: the published code then leaves out "
       "routed_scaling_factor, and transformers does not read the field",
     )
+  for name in _INTEGERS:
+    if not is_integer(values[name]):
+      raise fields.error(name, f"{values[name]!r} must be an integer")
   _check_redundant(fields, values)
-  for name, kind in (("routed_scaling_factor", float), ("rms_norm_eps", float)):
-    if not is_number(values[name]):
-      raise fields.error(name, f"{values[name]!r} is not a number")
-    values[name] = kind(values[name])
+  for name in ("routed_scaling_factor", "rms_norm_eps"):
+    values[name] = fields.number(name, values[name])
   for name in ("norm_topk_prob", "tie_word_embeddings", "attention_bias"):
     if not isinstance(values[name], bool):
       raise fields.error(name, f"{values[name]!r} must be true or false")
@@ -273,9 +295,6 @@ def _interleave(fields: Fields, model_type: str, new: bool) -> Any:
 
 def _check_redundant(fields: Fields, values: Mapping[str, Any]) -> None:
   """Fields that follow from others, or that have one value in these models."""
-  for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-    if not is_integer(values[name]):
-      raise fields.error(name, f"{values[name]!r} must be an integer")
   follows = {
     "num_key_value_heads": values["num_attention_heads"],
     "head_dim": values["qk_rope_head_dim"],

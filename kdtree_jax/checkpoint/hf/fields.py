@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kdtree_jax._validation import is_number
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 
 
@@ -45,6 +46,15 @@ class Fields:
     if value is None and not null:
       raise self.error(name, "is null; it changes the model's numbers")
     return value
+
+  def number(self, name: str, value: Any) -> float:
+    """The value of the field as a float; an error where it is none."""
+    try:
+      if is_number(value):
+        return float(value)
+    except OverflowError:
+      pass
+    raise self.error(name, f"{value!r} is not a number that a float holds")
 
   def must_be(self, name: str, *allowed: Any) -> None:
     """An error where the field is there with another value."""

@@ -7,9 +7,8 @@ Published files have `rope_theta` and `rope_scaling`; transformers 5 writes both
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from kdtree_jax._validation import is_integer, is_number
+from kdtree_jax._validation import is_integer
 from kdtree_jax.checkpoint.hf.fields import Fields
 from kdtree_jax.config import YarnConfig
 
@@ -47,7 +46,8 @@ def read_rope(fields: Fields) -> RopeValues:
   name = "rope_parameters" if new else "rope_scaling"
   values = parameters if new else scaling
   if values is None:  # Moonlight: no scaling.
-    return RopeValues(_theta(fields, fields.required("rope_theta")), None, False)
+    theta = fields.number("rope_theta", fields.required("rope_theta"))
+    return RopeValues(theta, None, False)
   if not isinstance(values, dict):
     raise fields.error(name, f"{values!r} must be an object")
   inner = fields.inner(name, values)
@@ -60,13 +60,7 @@ def read_rope(fields: Fields) -> RopeValues:
   yarn = _yarn(inner) if _kind(inner) == "yarn" else None
   inner.must_be("partial_rotary_factor", 1.0, 1)
   inner.refuse_others(frozenset())
-  return RopeValues(_theta(fields, theta), yarn, new)
-
-
-def _theta(fields: Fields, theta: Any) -> float:
-  if not is_number(theta):
-    raise fields.error("rope_theta", f"{theta!r} is not a number")
-  return float(theta)
+  return RopeValues(fields.number("rope_theta", theta), yarn, new)
 
 
 def _kind(inner: Fields) -> str:
@@ -86,13 +80,11 @@ def _kind(inner: Fields) -> str:
 
 def _yarn(inner: Fields) -> YarnConfig:
   names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-  values: dict[str, Any] = {name: inner.required(name) for name in names}
+  values = {name: inner.number(name, inner.required(name)) for name in names}
   for name, value in values.items():
-    if not is_number(value):
-      raise inner.error(name, f"{value!r} is not a number")
     # transformers takes a zero for a missing value, in all but mscale_all_dim.
-    low = 0 if name == "mscale_all_dim" else 1 if name == "factor" else None
-    if value < (low or 0) or (low is None and value == 0):
+    zero = value == 0 and name != "mscale_all_dim"
+    if zero or value < (1 if name == "factor" else 0):
       raise inner.error(name, f"{value!r} is not supported")
   if values["mscale_all_dim"] == 0 and values["mscale"] != 1:
     raise inner.error(
@@ -105,10 +97,7 @@ def _yarn(inner: Fields) -> YarnConfig:
     raise inner.error(
       "original_max_position_embeddings", f"{context!r} is not a positive integer"
     )
-  yarn = YarnConfig(
-    original_max_position_embeddings=context,
-    **{name: float(value) for name, value in values.items()},
-  )
+  yarn = YarnConfig(original_max_position_embeddings=context, **values)
   amplitude = yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
   factor = inner.optional("attention_factor")
   if factor not in (None, amplitude):

@@ -190,8 +190,11 @@ def parse_json(path: Path, text: str) -> dict[str, Any]:
       members[key] = value
     return members
 
+  def constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
   try:
-    value = json.loads(text, object_pairs_hook=unique)
+    value = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
   except CheckpointError:
     raise
   except (ValueError, RecursionError) as error:

@@ -218,6 +218,20 @@ def test_a_function_sees_names_and_shapes(tmp_path):
   assert "layers.0.self_attn.o_proj.kernel" in seen and "cos" in seen
 
 
+@pytest.mark.parametrize("name", ["target", "drafter"])
+def test_a_sharding_for_a_file(name):
+  mesh = jax.make_mesh((1,), ("x",))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  path = ROOT / "kdtree_jax" / "demo" / f"{name}.kdtr"
+  model = kd.load_checkpoint(path, sharding=sharding)
+  assert all(v[...].sharding == sharding for v in variables(model).values())
+  plain = variables(kd.load_checkpoint(path))
+  for key, variable in variables(model).items():
+    np.testing.assert_array_equal(
+      np.asarray(variable[...], np.float32), np.asarray(plain[key][...], np.float32)
+    )
+
+
 @pytest.mark.parametrize(
   ("sharding", "reason"),
   [("cpu", "sharding = 'cpu' is not allowed"), (lambda *_: 3, "is 3, not a Sharding")],

@@ -73,7 +73,7 @@ def test_a_missing_yarn_value_is_named(tmp_path, name):
     ({"type": "llama3"}, "rope_type", "'llama3' is not supported"),
     ({"type": "default"}, "beta_fast", "is not known here"),
     ({"rope_type": "default"}, "rope_type", "is 'default', but type is 'yarn'"),
-    ({"factor": "64"}, "factor", "is not a number"),
+    ({"factor": "64"}, "factor", "is not a number that"),
     ({"factor": 0.5}, "factor", "is not supported"),
     ({"factor": None}, "factor", "is null"),
     ({"beta_fast": 0}, "beta_fast", "is not supported"),
