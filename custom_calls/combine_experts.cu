@@ -71,18 +71,10 @@ cudaError_t LaunchElement(cudaStream_t stream, const CombineExpertsArgs& a) {
   const int token_blocks = (vectors - 1) / kThreads + 1;
   const int64_t blocks = static_cast<int64_t>(a.tokens) * token_blocks;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = a.early ? 1 : 0;
   const auto kernel =
       aligned ? CombineExpertsKernel<T, kMostWidth> : CombineExpertsKernel<T, 1>;
-  return cudaLaunchKernelEx(&config, kernel, a, token_blocks);
+  return LaunchKernel(stream, a.early, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                      0, kernel, a, token_blocks);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One block each. The pairs are sorted by counting: every warp counts the experts of a
+// One block each, or one warp for few pairs. The pairs are sorted by counting: every warp counts the experts of a
 // run of consecutive pairs, the counts are turned into the places where the warp's
 // first pair of each expert goes, and the warps walk over their runs once more. No
 // result depends on which warp comes first.
@@ -159,6 +159,38 @@ __global__ void __launch_bounds__(kThreads)
               a.num_chunks);
 }
 
+// The same for up to 32 pairs, by one warp: a pair's place is the number of those before it.
+__global__ void __launch_bounds__(32) FewExpertRowsKernel(ExpertRowsArgs a, int max_chunks) {
+  LetNextKernelStart();
+  const int lane = threadIdx.x, r = a.rows_per_chunk;
+  unsigned bucket = lane < a.pairs ? a.experts[lane] : UINT32_MAX;
+  const bool valid = bucket < static_cast<unsigned>(a.num_experts);
+  if (lane < a.pairs && !valid) bucket = a.num_experts;  // Behind all, in their order.
+
+  int place = 0;
+#pragma unroll
+  for (int other = 0; other < 32; ++other) {
+    const unsigned theirs = __shfl_sync(kAllLanes, bucket, other);
+    place += theirs < bucket || (theirs == bucket && other < lane);
+  }
+  const unsigned same = __match_any_sync(kAllLanes, bucket);
+  const int index = __popc(same & ((1u << lane) - 1)), size = __popc(same);
+  const bool begins_chunk = valid && index % r == 0;
+  const unsigned chunks = __reduce_or_sync(kAllLanes, begins_chunk ? 1u << place : 0);
+  if (lane < a.pairs) {
+    a.order[place] = lane;
+    a.tokens[place] = lane / a.slots;
+  }
+  if (begins_chunk) {
+    a.chunks[__popc(chunks & ((1u << place) - 1))] =
+        RowChunk{static_cast<int>(bucket), place, min(r, size - index), index / r,
+                 (size + r - 1) / r};
+  }
+  const int used = __popc(chunks);
+  if (lane == 0) *a.num_chunks = used;
+  for (int i = used + lane; i < max_chunks; i += 32) a.chunks[i] = RowChunk{0, 0, 0, 0, 0};
+}
+
 __global__ void __launch_bounds__(kThreads)
     GroupChunksKernel(GroupChunksArgs a, int max_chunks) {
   extern __shared__ int memory[];
@@ -208,6 +240,12 @@ cudaError_t LaunchExpertRows(cudaStream_t stream, const ExpertRowsArgs& args) {
   if (!IsValid(args.pairs, args.num_experts, args.rows_per_chunk) || args.slots < 1) {
     return cudaErrorInvalidValue;
   }
+  const int max_chunks = static_cast<int>(
+      MaxChunks(args.pairs, args.num_experts, args.rows_per_chunk));
+  if (args.pairs <= 32) {
+    FewExpertRowsKernel<<<1, 32, 0, stream>>>(args, max_chunks);
+    return cudaGetLastError();
+  }
   const int buckets = args.num_experts + 1;
   const int room = kSharedBytes / sizeof(int) - (2 * buckets + 1);
   // At least one: kMostGroups sees to that.
@@ -217,8 +255,6 @@ cudaError_t LaunchExpertRows(cudaStream_t stream, const ExpertRowsArgs& args) {
   // Whole groups of 32 pairs a warp.
   const int run = static_cast<int>((needed + int64_t{warps} - 1) / warps) * 32;
   const size_t bytes = (2 * buckets + 1 + int64_t{warps} * buckets) * sizeof(int);
-  const int max_chunks = static_cast<int>(
-      MaxChunks(args.pairs, args.num_experts, args.rows_per_chunk));
   return LaunchBlock(stream, ExpertRowsKernel, bytes, args, warps, run, max_chunks);
 }
 

@@ -57,12 +57,87 @@ inline ffi::Error SetWeights(const char* kernel, const char* name,
   return ffi::Error::Success();
 }
 
+// Rows that a product reads, however many axes they have: [rows, width] in memory.
+struct RowsOperand {
+  const char* name;
+  const void* data;
+  ffi::DataType type;
+  int64_t rows, width;
+};
+
+template <typename Buffer>
+RowsOperand RowsOf(const char* name, const Buffer& buffer) {
+  const auto dims = buffer.dimensions();
+  int64_t width = 1;
+  for (size_t i = 1; i < dims.size(); ++i) width *= dims[i];
+  return {name, buffer.untyped_data(), buffer.element_type(), dims[0], width};
+}
+
 // What the tensor cores' kernel wants of sizes, in bf16.
 inline ffi::Error CheckMmaSizes(const char* kernel, const MatmulArgs& args) {
   if (IsSimt(args) || HasMmaSizes(args)) return ffi::Error::Success();
   return BadArgument(kernel,
                      "x and its weights in bfloat16 must have a depth that is a multiple "
                      "of 16; widths of rows, weights, gate and up multiples of 8");
+}
+
+// x [M, K] @ w [K, N], or w [N, K] `by_feature` -> out [M, N]; `gated` halves N.
+template <typename Buffer>
+ffi::Error SetMatmul(const char* kernel, const RowsOperand& x, const ffi::AnyBuffer& w,
+                     bool by_feature, bool gated, Buffer& out, MatmulArgs* args) {
+  if (auto e = CheckShapes(kernel, {{"w", w, {kAny, kAny}}}); e.failure()) return e;
+  const int64_t M = x.rows, K = x.width, N = w.dimensions()[by_feature ? 0 : 1];
+  if (gated && N % 2 != 0) {
+    return BadArgument(kernel, "w has an odd number of features; gate and up have equal");
+  }
+  args->x_float32 = x.type == ffi::F32;
+  if (auto e = FirstOf({CheckShapes(kernel, {{"w", w, {by_feature ? N : K,
+                                                       by_feature ? K : N}},
+                                             {"out", out, {M, gated ? N / 2 : N}}}),
+                        ReadFloat32(kernel, "out", out, &args->out_float32),
+                        SetWeights(kernel, "w", w, 1, K, N, by_feature, args)});
+      e.failure()) {
+    return e;
+  }
+  args->x = x.data;
+  args->x_row_stride = K;
+  args->w_row_stride = by_feature ? K : N;
+  args->w_group_stride = K * N;
+  args->out = out.untyped_data();
+  args->out_row_stride = gated ? N / 2 : N;
+  args->rows = args->group_rows = static_cast<int>(M);
+  args->gated = gated;
+  return CheckMmaSizes(kernel, *args);
+}
+
+// out[t, h] = x[t, h, :K] @ w[h], for w [H, K, N] and x [T, H, X].
+template <typename Buffer>
+ffi::Error SetHeadMatmul(const char* kernel, const RowsOperand& x,
+                         const ffi::AnyBuffer& w, Buffer& out, MatmulArgs* args) {
+  if (auto e = CheckShapes(kernel, {{"w", w, {kAny, kAny, kAny}}}); e.failure()) return e;
+  const int64_t T = x.rows, H = w.dimensions()[0], K = w.dimensions()[1];
+  const int64_t N = w.dimensions()[2], X = H > 0 ? x.width / H : 0;
+  if (X * H != x.width || X < K) {
+    return BadArgument(kernel, std::string(x.name) + " has " + std::to_string(X) +
+                                   " columns; w needs " + std::to_string(K));
+  }
+  args->x_float32 = x.type == ffi::F32;
+  if (auto e = FirstOf({CheckShapes(kernel, {{"out", out, {T, H, N}}}),
+                        ReadFloat32(kernel, "out", out, &args->out_float32),
+                        SetWeights(kernel, "w", w, H, K, N, false, args)});
+      e.failure()) {
+    return e;
+  }
+  args->x = x.data;
+  args->x_row_stride = H * X;
+  args->x_group_stride = X;
+  args->w_row_stride = N;
+  args->w_group_stride = K * N;
+  args->out = out.untyped_data();
+  args->out_row_stride = H * N;
+  args->out_group_stride = N;
+  args->rows = args->group_rows = static_cast<int>(T);
+  return CheckMmaSizes(kernel, *args);
 }
 
 }  // namespace kdtree_jax

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "chunks.cuh"
+#include "launch_early.cuh"
 #include "warp_sum.cuh"
 
 namespace kdtree_jax {
@@ -35,13 +36,16 @@ __global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(RmsNormArgs a) {
   T* total = static_cast<T*>(a.sum) + start;
   T* out = static_cast<T*>(a.out) + start;
 
+  LetNextKernelStart();
   float sum = 0.0f;
   T chunk[kChunk], weights[kChunk];
   int at = threadIdx.x * kChunk;
+  // Here, so that they arrive while the block waits and sums.
+  LoadChunk<T, kWidth>(weight, at, D, weights);
+  WaitForKernelBefore();
   for (; at < D; at += stride) {
     LoadChunk<T, kWidth>(x, at, D, chunk);
-    // Here, so that they arrive while the block sums.
-    LoadChunk<T, kWidth>(weight, at, D, weights);
+    if (at >= stride) LoadChunk<T, kWidth>(weight, at, D, weights);
     if (kAdd) {
       T more[kChunk];
       LoadChunk<T, kWidth>(added, at, D, more);
@@ -87,12 +91,10 @@ cudaError_t Launch(cudaStream_t stream, const RmsNormArgs& a) {
   }
   const int warps = (a.width - 1) / (32 * kChunk) + 1;
   const int threads = 32 * std::min(warps, kMaxThreads / 32);
-  if (pointers % 16 == 0 && a.width % kWidth == 0) {
-    RmsNormKernel<T, kWidth, kAdd><<<a.rows, threads, 0, stream>>>(a);
-  } else {
-    RmsNormKernel<T, 1, kAdd><<<a.rows, threads, 0, stream>>>(a);
-  }
-  return cudaGetLastError();
+  const bool packed = pointers % 16 == 0 && a.width % kWidth == 0;
+  return LaunchKernel(stream, a.early, dim3(a.rows), dim3(threads), 0,
+                      packed ? RmsNormKernel<T, kWidth, kAdd> : RmsNormKernel<T, 1, kAdd>,
+                      a);
 }
 
 template <typename T>

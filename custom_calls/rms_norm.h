@@ -20,6 +20,7 @@ struct RmsNormArgs {
   int width;
   float eps;
   bool bfloat16;  // All arrays; else float32.
+  bool early;     // Begins before the kernel before, which makes x or `added`, has ended.
 };
 
 cudaError_t LaunchRmsNorm(cudaStream_t stream, const RmsNormArgs& args);

@@ -37,8 +37,8 @@ ffi::Error Rope(cudaStream_t stream, ffi::AnyBuffer x,
   return Launched(kName, LaunchRope(stream, args));
 }
 
-// absorbed [B, N, H, R], heads outermost in memory; q [B, N, H, C + P], whose columns
-// from `offset` = C on are rotated -> out [B, N, H, R + P].
+// absorbed [B, N, H, R]; q [B, N, H, C + P], whose columns from `offset` = C on are
+// rotated -> out [B, N, H, R + P].
 ffi::Error RopeQueries(cudaStream_t stream, ffi::AnyBuffer absorbed, ffi::AnyBuffer q,
                        ffi::BufferR2<ffi::S32> positions, ffi::RemainingArgs tables,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary attributes) {
@@ -83,8 +83,8 @@ ffi::Error RopeQueries(cudaStream_t stream, ffi::AnyBuffer absorbed, ffi::AnyBuf
   args.out = out->untyped_data();
   args.x_token_stride = dims[2] * dims[3];
   args.x_head_stride = dims[3];
-  args.copied_token_stride = copied[3];
-  args.copied_head_stride = dims[0] * dims[1] * copied[3];
+  args.copied_token_stride = dims[2] * copied[3];
+  args.copied_head_stride = copied[3];
   args.copied_width = static_cast<int>(copied[3]);
   args.tokens = static_cast<int>(dims[0] * dims[1]);
   args.heads = static_cast<int>(dims[2]);

@@ -1,6 +1,6 @@
-// One warp, a block of its own, per token. Lane l holds experts l, l + 32, ... in
-// registers. Sums have a fixed order, and selection compares integers, so a token's
-// result depends on its own logits alone.
+// A block per token, a thread per expert. Sums have a fixed order, and selection compares
+// integers: an expert's place is the number of those above it. So a token's result depends
+// on its own logits alone.
 
 #include "route.h"
 
@@ -53,7 +53,7 @@ __device__ uint32_t WarpBest(uint32_t key, unsigned* id) {
 
 // Which groups are kept, a bit each. A group's score is the sum of its two best keys.
 __device__ unsigned BestGroups(const uint32_t* keys, const RouteArgs& a) {
-  const int lane = threadIdx.x, size = a.num_experts / a.n_group;
+  const int lane = threadIdx.x % 32, size = a.num_experts / a.n_group;
   uint32_t group = kNoKey;
   if (lane < a.n_group) {
     uint32_t first = kNoKey, second = kNoKey;
@@ -76,104 +76,90 @@ __device__ unsigned BestGroups(const uint32_t* keys, const RouteArgs& a) {
   return kept;
 }
 
-// kPerLane experts of each lane; which kPerLane fits changes no bit.
-template <int kPerLane>
-__global__ void __launch_bounds__(32) RouteKernel(RouteArgs a) {
-  __shared__ uint32_t shared_keys[32 * kPerLane];
-  const int E = a.num_experts, lane = threadIdx.x;
+// Orders experts: by key, then by the lower id. `key` and `id` as one number.
+__device__ uint64_t Rank(uint32_t key, unsigned id) {
+  return static_cast<uint64_t>(key) << 32 | ~id;
+}
+
+// How many of `count` numbers in shared memory, an even one, are above x.
+__device__ int CountAbove(const uint64_t* numbers, int count, uint64_t x) {
+  int above = 0;
+#pragma unroll 8
+  for (int i = 0; i < count; i += 2) {
+    const ulonglong2 pair = *reinterpret_cast<const ulonglong2*>(numbers + i);
+    above += (pair.x > x) + (pair.y > x);
+  }
+  return above;
+}
+
+// A block per token, a thread per expert.
+__global__ void __launch_bounds__(kRouteMaxExperts) RouteKernel(RouteArgs a) {
+  __shared__ __align__(16) uint64_t ranks[kRouteMaxExperts];  // Of each warp, by lane.
+  __shared__ __align__(16) uint64_t best[kRouteMaxExperts];   // Of each warp, sorted.
+  __shared__ uint32_t keys[kRouteMaxExperts];
+  __shared__ float scores[kRouteMaxExperts];
+  __shared__ int chosen[kRouteMaxChosen];
+  const int E = a.num_experts, expert = threadIdx.x;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t row = blockIdx.x;
-  const float* logits = a.logits + row * E;
 
-  float scores[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = lane + 32 * i;
-    scores[i] = expert < E ? __ldg(logits + expert) : -INFINITY;
-  }
+  const float bias = a.bias != nullptr && expert < E ? __ldg(a.bias + expert) : 0.0f;
+  float score = expert < E ? __ldg(a.logits + row * E + expert) : -INFINITY;
   if (a.softmax) {
+    keys[expert] = KeyOf(score);
+    __syncthreads();
     uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) top = max(top, KeyOf(scores[i]));
-    const float largest = FloatOfKey(__reduce_max_sync(kWarp, top));
+    for (int i = lane; i < blockDim.x; i += 32) top = max(top, keys[i]);
+    score = Exp(Sub(score, FloatOfKey(__reduce_max_sync(kWarp, top))));
+    scores[expert] = score;
+    __syncthreads();
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = Exp(Sub(scores[i], largest));
-      if (lane + 32 * i < E) sum = Add(sum, scores[i]);
-    }
-    sum = WarpSum(sum);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) scores[i] = __fdiv_rn(scores[i], sum);
+    for (int i = lane; i < E; i += 32) sum = Add(sum, scores[i]);
+    score = __fdiv_rn(score, WarpSum(sum));
+    __syncthreads();  // All have read the exponentials.
   } else {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      scores[i] = __fdiv_rn(1.0f, Add(1.0f, Exp(-scores[i])));
-    }
+    score = __fdiv_rn(1.0f, Add(1.0f, Exp(-score)));
   }
+  scores[expert] = score;
+  if (expert < E) a.scores[row * E + expert] = score;
 
-  uint32_t keys[kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = lane + 32 * i;
-    float choice = scores[i];
-    if (a.bias != nullptr && expert < E) choice = Add(choice, __ldg(a.bias + expert));
-    keys[i] = expert < E ? ChoiceKey(choice) : kNoKey;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int expert = lane + 32 * i;
-    if (expert < E) a.scores[row * E + expert] = scores[i];
-  }
+  uint32_t key = kNoKey;
+  if (expert < E) key = ChoiceKey(a.bias != nullptr ? Add(score, bias) : score);
   if (a.n_group > 1) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) shared_keys[lane + 32 * i] = keys[i];
-    __syncwarp();
-    const unsigned kept = BestGroups(shared_keys, a);
-    const int size = E / a.n_group;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int expert = lane + 32 * i;
-      if (expert < E && !(kept >> (expert / size) & 1)) keys[i] = kKeyOfMinusInfinity;
-    }
+    keys[expert] = key;
+    __syncthreads();
+    const unsigned kept = BestGroups(keys, a);
+    if (expert < E && !(kept >> (expert / (E / a.n_group)) & 1)) key = kKeyOfMinusInfinity;
   }
 
-  unsigned chosen = 0;  // Of slot `lane`, as is its score.
-  float score = 0, total = 0;
-  for (int slot = 0; slot < a.chosen; ++slot) {
-    uint32_t best = keys[0];
-    unsigned id = lane;
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) {
-      if (keys[i] > best) best = keys[i], id = lane + 32 * i;
-    }
-    WarpBest(best, &id);
-    float mine = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (id == lane + 32 * i) mine = scores[i], keys[i] = kNoKey;
-    }
-    mine = __shfl_sync(kWarp, mine, id % 32);
-    total = Add(total, mine);  // In slot order.
-    if (lane == slot) chosen = id, score = mine;
+  // The best of each warp, then the best of these.
+  const uint64_t rank = Rank(key, expert);
+  ranks[expert] = rank;
+  __syncwarp();
+  const int place = CountAbove(ranks + 32 * warp, 32, rank);
+  const int kept = (min(a.chosen, 32) + 1) & ~1;  // Of each warp; kRouteMaxChosen is 32.
+  if (place < kept) best[kept * warp + place] = rank;
+  __syncthreads();
+  for (int i = threadIdx.x; i < kept * warps; i += blockDim.x) {
+    const int slot = CountAbove(best, kept * warps, best[i]);
+    if (slot < a.chosen) chosen[slot] = ~static_cast<uint32_t>(best[i]);
   }
-  if (lane < a.chosen) {
-    if (a.normalise) score = __fdiv_rn(score, Add(total, 1e-20f));
-    a.experts[row * a.chosen + lane] = static_cast<int32_t>(chosen);
-    a.weights[row * a.chosen + lane] = Mul(score, a.scaling);
-  }
+  __syncthreads();
+  if (threadIdx.x >= a.chosen) return;
+  float total = 0;
+  for (int slot = 0; slot < a.chosen; ++slot) total = Add(total, scores[chosen[slot]]);
+  float weight = scores[chosen[threadIdx.x]];
+  if (a.normalise) weight = __fdiv_rn(weight, Add(total, 1e-20f));
+  a.experts[row * a.chosen + threadIdx.x] = chosen[threadIdx.x];
+  a.weights[row * a.chosen + threadIdx.x] = Mul(weight, a.scaling);
 }
 
 }  // namespace
 
 cudaError_t LaunchRoute(cudaStream_t stream, const RouteArgs& args) {
   if (args.tokens == 0) return cudaSuccess;
-  const int per_lane = (args.num_experts + 31) / 32;
-  const auto kernel = per_lane <= 4    ? RouteKernel<4>
-                      : per_lane <= 8  ? RouteKernel<8>
-                      : per_lane <= 12 ? RouteKernel<12>
-                      : per_lane <= 16 ? RouteKernel<16>
-                                       : RouteKernel<32>;
-  kernel<<<args.tokens, 32, 0, stream>>>(args);
+  const int threads = (args.num_experts + 31) / 32 * 32;
+  RouteKernel<<<args.tokens, threads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -372,15 +372,14 @@ def rope_queries(
 
   def inputs(key):
     keys = jax.random.split(key)
-    # As the product through `k_up` leaves it: heads outermost.
-    absorbed = jax.random.normal(keys[0], (heads, 1, nodes, latent), dtype)
+    absorbed = jax.random.normal(keys[0], (1, nodes, heads, latent), dtype)
     q = jax.random.normal(keys[1], (1, nodes, heads, plain + width), dtype)
     return absorbed, q, *angles.inputs()
 
   def call(inputs, implementation):
     absorbed, q, cos, sin, positions = inputs
     return ops.rope_queries(
-      jnp.transpose(absorbed, (1, 2, 0, 3)),
+      absorbed,
       q,
       positions,
       cos,

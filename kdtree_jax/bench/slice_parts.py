@@ -179,13 +179,14 @@ class LayerParts:
     form = self._implementation
     for layer, block in enumerate(target.layers):
       x = block.input_layernorm(h, form)
-      out, _ = self._attend(target, x, layer, data, place)
-      rows = block.post_attention_layernorm(h + out, form).reshape(-1, h.shape[-1])
+      attended, _ = self._attend(target, x, layer, data, place)
+      _, rows = block.after_attention(h, attended, form)
+      rows = rows.reshape(-1, h.shape[-1])
       routing = None
       if isinstance(block.mlp, MoE):
         routing = block.mlp.gate(rows, form)
       kept.append(LayerInputs(x, rows, routing, layer))
-      h, added = block.step_ffn(h, out, form)
+      h, added = block.step_ffn(h, attended, form)
       h = h + added
     return kept
 
@@ -207,9 +208,11 @@ class LayerParts:
   # The parts.
 
   def _attention_whole(self, arrays, data, place, inputs: LayerInputs):
-    """Projections and attention together."""
+    """Projections, attention, and the norm behind them together."""
     target = self._target(arrays)
-    return self._attend(target, inputs.attention, inputs.layer, data, place)
+    attended, keys = self._attend(target, inputs.attention, inputs.layer, data, place)
+    block = target.layers[inputs.layer]
+    return block.after_attention(inputs.attention, attended, self._implementation), keys
 
   def _attention_alone(self, arrays, data, place, queries, inputs: LayerInputs):
     """The same without projections and RoPE; values do not matter to its time."""

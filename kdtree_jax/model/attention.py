@@ -14,7 +14,8 @@ from flax import nnx
 
 from kdtree_jax.config import ModelConfig
 from kdtree_jax.model.layers import Linear, RMSNorm, normal
-from kdtree_jax.ops.matmul import einsum, head_matmul
+from kdtree_jax.ops.matmul import einsum
+from kdtree_jax.ops.matmul_chain import Step, matmul_chain
 from kdtree_jax.ops.rope import RopeFrequencies, rope
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
 from kdtree_jax.ops.tree_attention import tree_attention
@@ -43,22 +44,24 @@ class MLA(nnx.Module):
     self.v_up = nnx.Param(normal(rngs, (H, R, c.v_head_dim), R, dtype))
     self.o_proj = Linear(H * c.v_head_dim, c.hidden_size, dtype, rngs)
 
-  def projected_queries(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
-    """[B, N, D] -> per head the plain and the still unrotated part [B, N, H, C + P]."""
-    c = self.config
-    if c.q_lora_rank is None:
-      q = self.q_proj(x, implementation)
-    else:
-      latent = self.q_a_layernorm(self.q_a_proj(x, implementation), implementation)
-      q = self.q_b_proj(latent, implementation)
-    return q.reshape(*x.shape[:-1], c.num_attention_heads, c.qk_head_dim)
+  def query_steps(self) -> tuple[Step, ...]:
+    """From normed hidden states to the unrotated queries of all heads."""
+    if self.config.q_lora_rank is None:
+      return (self.q_proj.step(),)
+    return (self.q_a_proj.step(), self.q_a_layernorm.step(), self.q_b_proj.step())
+
+  def output_steps(self) -> tuple[Step, ...]:
+    """From what `__call__` gives to what is added to the residual stream."""
+    return (("head_matmul", self.v_up[...]), self.o_proj.step())
 
   def queries(
     self, x: jax.Array, positions: jax.Array, cos: jax.Array, sin: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """[B, N, D] -> per head the plain part [B, N, H, C] and the roped [B, N, H, P]."""
     c = self.config
-    nope, pe = jnp.split(self.projected_queries(x), [c.qk_nope_head_dim], axis=-1)
+    q = matmul_chain(x, self.query_steps(), "xla")[-1]
+    q = q.reshape(*x.shape[:-1], c.num_attention_heads, c.qk_head_dim)
+    nope, pe = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
     pe = rope(
       pe,
       positions[..., None],
@@ -105,7 +108,7 @@ class MLA(nnx.Module):
     lengths: jax.Array,
     implementation: str,
   ) -> tuple[jax.Array, jax.Array]:
-    """Absorbed attention of tree nodes.
+    """Absorbed attention of tree nodes, up to the values: `output_steps` follow.
 
     Args:
       x: [B, N, D] normed hidden states.
@@ -117,12 +120,14 @@ class MLA(nnx.Module):
       implementation: of the ops.
 
     Returns:
-      ([B, N, D] output, [B, N, R + P] the nodes' own cache rows).
+      ([B, N, H, R] latents that each head attended to, [B, N, R + P] the nodes' own
+      cache rows).
     """
     c = self.config
-    q = self.projected_queries(x, implementation)
+    absorb = ("head_matmul", self.k_up[...])
+    *_, q, absorbed = matmul_chain(x, (*self.query_steps(), absorb), implementation)
+    q = q.reshape(*absorbed.shape[:-1], c.qk_head_dim)
     keys = self.latents(x, positions, cos, sin, implementation)
-    absorbed = head_matmul(q, self.k_up[...], implementation)
     queries = rope_queries(
       absorbed,
       q,
@@ -133,7 +138,7 @@ class MLA(nnx.Module):
       frequencies=RopeFrequencies.of(c),
       implementation=implementation,
     )
-    out = tree_attention(
+    attended = tree_attention(
       queries,
       cache,
       keys,
@@ -146,8 +151,7 @@ class MLA(nnx.Module):
       max_positions=c.max_position_embeddings,
       implementation=implementation,
     )
-    heads = head_matmul(out, self.v_up[...], implementation)
-    return self.o_proj(heads.reshape(*x.shape[:-1], -1), implementation), keys
+    return attended, keys
 
   def expanded(
     self,

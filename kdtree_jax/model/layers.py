@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kdtree_jax.ops.matmul import gated_matmul, matmul
+from kdtree_jax.ops.matmul import matmul
+from kdtree_jax.ops.matmul_chain import Step, matmul_chain
 from kdtree_jax.ops.norm import rms_norm
 
 
@@ -24,6 +25,14 @@ class RMSNorm(nnx.Module):
   def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
     return rms_norm(x, self.weight[...], self.eps, implementation)
 
+  def step(self) -> Step:
+    """Of a `matmul_chain`."""
+    return ("rms_norm", self.weight[...], self.eps)
+
+  def step_after_sum(self, h: jax.Array) -> Step:
+    """Of a `matmul_chain`: the residual sum, and its norm."""
+    return ("add_rms_norm", h, self.weight[...], self.eps)
+
 
 class Linear(nnx.Module):
   """`x @ kernel` without bias; kernel [in, out]."""
@@ -34,6 +43,10 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
     return matmul(x, self.kernel[...], implementation)
 
+  def step(self) -> Step:
+    """Of a `matmul_chain`."""
+    return ("matmul", self.kernel[...])
+
 
 class SwiGLU(nnx.Module):
   """`down(silu(gate(x)) * up(x))`, gate and up in one kernel [D, 2F]."""
@@ -43,8 +56,8 @@ class SwiGLU(nnx.Module):
     self.down = Linear(inner, hidden, dtype, rngs)
 
   def __call__(self, x: jax.Array, implementation: str = "xla") -> jax.Array:
-    inner = gated_matmul(x, self.gate_up.kernel[...], implementation)
-    return self.down(inner, implementation)
+    steps = (("gated_matmul", self.gate_up.kernel[...]), self.down.step())
+    return matmul_chain(x, steps, implementation)[-1]
 
 
 def normal(

@@ -19,6 +19,7 @@ from kdtree_jax.model.attention import MLA
 from kdtree_jax.model.layers import Linear, RMSNorm, SwiGLU, normal
 from kdtree_jax.model.moe import MoE, Routing
 from kdtree_jax.ops.matmul import matmul
+from kdtree_jax.ops.matmul_chain import matmul_chain
 from kdtree_jax.ops.norm import add_rms_norm
 from kdtree_jax.reference.rope import rope_table
 
@@ -59,21 +60,37 @@ class Block(nnx.Module):
       return h + out, routing
     return h + self.mlp(x), None
 
-  def step_ffn(
+  def after_attention(
     self, h: jax.Array, attended: jax.Array, implementation: str
   ) -> tuple[jax.Array, jax.Array]:
-    """A decode step's second half.
+    """Attention's last products, the residual sum and its norm.
 
     Args:
-      h: [B, N, D] residual stream before attention was added, f32 or bf16.
-      attended: [B, N, D] what attention adds to it, of the same dtype.
+      h: [B, N, D] residual stream before attention is added, f32 or bf16.
+      attended: [B, N, H, R] latents that attention gave, of the same dtype.
       implementation: of the ops.
 
     Returns:
-      (`h + attended` [B, N, D], what the MLP adds to it [B, N, D]).
+      (`h` with what attention adds to it, what the MLP takes), both [B, N, D].
     """
-    norm = self.post_attention_layernorm
-    h, x = add_rms_norm(h, attended, norm.weight[...], norm.eps, implementation)
+    rows = attended.reshape(*h.shape[:-1], -1)
+    steps = self.self_attn.output_steps()
+    norm = self.post_attention_layernorm.step_after_sum(h)
+    *_, h, x = matmul_chain(rows, (*steps, norm), implementation)
+    return h, x
+
+  def step_ffn(
+    self, h: jax.Array, attended: jax.Array, implementation: str
+  ) -> tuple[jax.Array, jax.Array]:
+    """A decode step's second half, behind attention.
+
+    Args:
+      h, attended, implementation: as in `after_attention`.
+
+    Returns:
+      (`h` with what attention adds to it [B, N, D], what the MLP adds [B, N, D]).
+    """
+    h, x = self.after_attention(h, attended, implementation)
     if isinstance(self.mlp, MoE):
       return h, self.mlp(x, implementation=implementation)[0]
     return h, self.mlp(x, implementation)

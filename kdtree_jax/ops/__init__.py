@@ -19,6 +19,7 @@ from kdtree_jax.ops.build_tree import (
 from kdtree_jax.ops.compaction import compact
 from kdtree_jax.ops.grouped_matmul import grouped_matmul
 from kdtree_jax.ops.matmul import gated_matmul, head_matmul, matmul
+from kdtree_jax.ops.matmul_chain import matmul_chain
 from kdtree_jax.ops.norm import add_rms_norm, rms_norm
 from kdtree_jax.ops.rope import RopeFrequencies, rope, rope_table
 from kdtree_jax.ops.rope_rows import rope_keys, rope_queries
@@ -41,6 +42,7 @@ __all__ = [
   "head_matmul",
   "log_softmax_topk",
   "matmul",
+  "matmul_chain",
   "rms_norm",
   "rope",
   "rope_keys",

@@ -29,6 +29,7 @@ CUDA_OPS = frozenset(
     "head_matmul",
     "log_softmax_topk",
     "matmul",
+    "matmul_chain",
     "rms_norm",
     "rope",
     "rope_keys",

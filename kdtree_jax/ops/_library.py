@@ -31,7 +31,7 @@ REINSTALL = (
 # each change of these in `custom_calls/*_ffi.cc`; CMake reads it from this line. A
 # library of another number is refused, instead of being called with what it does not
 # expect.
-INTERFACE = 1
+INTERFACE = 2
 
 # XLA target -> symbol of the handler.
 TARGETS = {
@@ -47,6 +47,7 @@ TARGETS = {
   "kdtree_jax.head_matmul": "KdtreeHeadMatmul",
   "kdtree_jax.log_softmax_topk": "KdtreeLogSoftmaxTopK",
   "kdtree_jax.matmul": "KdtreeMatmul",
+  "kdtree_jax.matmul_chain": "KdtreeMatmulChain",
   "kdtree_jax.tree_attention": "KdtreeTreeAttention",
   "kdtree_jax.tree_from_table": "KdtreeTreeFromTable",
   "kdtree_jax.rms_norm": "KdtreeRmsNorm",

@@ -29,9 +29,7 @@ def rope_queries(
 ) -> jax.Array:
   """Queries of absorbed attention: `concat(absorbed, rope(q[..., -P:]))`.
 
-  All implementations agree in every bit. The CUDA form wants `absorbed` with the
-  heads outermost in memory, as the batched product of `k_up` writes it; from another
-  layout XLA copies.
+  All implementations agree in every bit.
 
   Args:
     absorbed: [B, N, H, R] plain part of the queries, through `k_up`; f32 or bf16.
@@ -74,12 +72,10 @@ def rope_queries(
 
   def cuda(absorbed, q, positions, cos, sin):
     tables, attributes = rope_angles(cos, sin, frequencies)
-    heads_outermost = (2, 0, 1, 3)
     call = jax.ffi.ffi_call(
       "kdtree_jax.rope_queries",
       jax.ShapeDtypeStruct((B, N, H, R + features), q.dtype),
       vmap_method="sequential",
-      input_layouts=(heads_outermost, *[None] * (2 + len(tables))),
     )
     attributes |= {"interleave": int(interleave), "offset": offset}
     return call(absorbed, q, positions, *tables, **attributes)

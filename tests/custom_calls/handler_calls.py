@@ -46,6 +46,7 @@ OPERANDS = {
   "head_matmul": "x w",
   "log_softmax_topk": "logits",
   "matmul": "x w",
+  "matmul_chain": "x w w weight w h weight",
   "rms_norm": "x weight",
   "rope": "x positions cos sin",
   "rope_keys": "kv weight positions cos sin",
@@ -68,6 +69,7 @@ RESULTS = {
   "head_matmul": "out",
   "log_softmax_topk": "table table_tokens workspace",
   "matmul": "out",
+  "matmul_chain": "out out out out sum out",
   "rms_norm": "out",
   "rope": "out",
   "rope_keys": "out",
@@ -79,7 +81,7 @@ RESULTS = {
   "tree_from_table": TREE,
 }
 # How many kernels a handler launches, where it is not one.
-LAUNCHES = {"grouped_matmul": 2, "routed_experts": 4}
+LAUNCHES = {"grouped_matmul": 2, "matmul_chain": 5, "routed_experts": 4}
 # A program's first call raises JaxRuntimeError, later ones ValueError.
 ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
@@ -224,6 +226,22 @@ def append() -> Any:
   return emit.append(state, accepted, Limits(ints(2), ints(), ints()), "cuda")
 
 
+def chain(dtype: Any) -> Callable[[], Any]:
+  """Each kind of step once."""
+  rows = functools.partial(floats, dtype=dtype)
+  return lambda: ops.matmul_chain(
+    rows(5, 16),
+    [
+      ("gated_matmul", rows(16, 64)),
+      ("matmul", rows(32, 48)),
+      ("rms_norm", rows(48), 1e-6),
+      ("head_matmul", rows(3, 16, 8)),
+      ("add_rms_norm", rows(5, 24), rows(24), 1e-5),
+    ],
+    **CUDA,
+  )
+
+
 FREQUENCIES = RopeFrequencies.create(8, 10000.0, None)
 COS, SIN = rope_table(8, 40, 10000.0, None)
 ROTATE: dict[str, Any] = {"interleave": True, "implementation": "cuda"}
@@ -290,6 +308,8 @@ CASES: dict[str, Callable[[], Any]] = {
   "matmul mixed": lambda: ops.matmul(
     floats(5, 12, dtype=bf16), floats(12, 7), out_dtype=jnp.float32, **CUDA
   ),
+  "matmul_chain": chain(jnp.float32),
+  "matmul_chain bf16": chain(bf16),
   "rms_norm": lambda: ops.rms_norm(floats(3, 5, 12), floats(12), 1e-6, **CUDA),
   "rms_norm bf16": lambda: ops.rms_norm(
     floats(5, 12, dtype=bf16), floats(12, dtype=bf16), 1e-6, **CUDA
@@ -369,6 +389,8 @@ def recorded(case: str) -> Call:
     return function
 
   def dispatch(op: str, chosen: str, cuda: Any, xla: Any, *arguments: Any) -> Any:
+    if chosen == "xla":  # For the shapes of a chain's results.
+      return xla(*arguments)
     assert chosen == "cuda", op
     return cuda(*arguments)
 

@@ -23,6 +23,7 @@ struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
 #include "compact_ffi.cc"
 #include "emit_ffi.cc"
 #include "grouped_matmul_ffi.cc"
+#include "matmul_chain_ffi.cc"
 #include "matmul_ffi.cc"
 #include "rms_norm_ffi.cc"
 #include "rope_ffi.cc"

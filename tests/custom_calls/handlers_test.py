@@ -56,6 +56,7 @@ LEADING = {
   "head_matmul": {"x", "w"},
   "log_softmax_topk": {"logits", "table"},
   "matmul": {"x", "w"},
+  "matmul_chain": {"x", "w", "weight", "h", "out", "sum"},  # Of several steps each.
   "rms_norm": {"x"},
   "rope": {"x", "cos"},
   "rope_keys": {"kv", "weight", "cos"},

@@ -92,6 +92,23 @@ def row_ops(dtype: Any) -> dict[str, list[RowOp]]:
     """An op of rows and weights."""
     return (lambda rows, w, i: op(*rows, *w, implementation=i, **settings),)
 
+  def chain(*names: str) -> tuple[Callable[..., Any], ...]:
+    """Steps on the first of `rows`; a second one is the residual."""
+
+    def way(rows, shared, implementation):
+      x, *residual = rows
+      steps = []
+      for name, w in zip(names, shared, strict=True):
+        if name == "rms_norm":
+          steps.append((name, w, 1e-6))
+        elif name == "add_rms_norm":
+          steps.append((name, *residual, w, 1e-6))
+        else:
+          steps.append((name, w))
+      return ops.matmul_chain(x, steps, implementation)
+
+    return (way,)
+
   def by_sequence(call: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
     """An op of [B, N, ...]: a row in each sequence, and all rows in one."""
 
@@ -113,6 +130,9 @@ def row_ops(dtype: Any) -> dict[str, list[RowOp]]:
     int4_weight.pack(quantize(w.astype(np.float32).swapaxes(1, 2)), gated)
     for w, gated in ((gate_up, True), (down, False))
   ]
+  swiglu = (draw(D, 192, scale=D**-0.5), draw(96, D))
+  queries_of = (draw(D, 96), draw(96), draw(96, H * (C + P)), draw(H, C, R))
+  output = (draw(H, R, C), draw(H * C, D), draw(D))
   positions = rng.integers(0, 200, ROWS).astype(np.int32)
   table = tuple(map(jnp.asarray, ops.rope_table(P, 256, 1e4, None)))
   angles = {
@@ -154,12 +174,12 @@ def row_ops(dtype: Any) -> dict[str, list[RowOp]]:
       RowOp((x,), (draw(D, E, dtype=wide),), flat(ops.matmul, out_dtype=wide)),
       RowOp((x,), (draw(V, D),), flat(ops.matmul, out_dtype=wide, by_feature=True)),
     ],
-    "gated_matmul": [
-      RowOp((x,), (draw(D, 192, scale=D**-0.5),), flat(ops.gated_matmul))
-    ],
-    "head_matmul": [
-      RowOp((draw(ROWS, H, C + P),), (draw(H, C, R),), flat(ops.head_matmul)),
-      RowOp((draw(ROWS, H, R),), (draw(H, R, C),), flat(ops.head_matmul)),
+    "matmul_chain": [
+      RowOp((x,), swiglu, chain("gated_matmul", "matmul")),
+      RowOp((x,), queries_of, chain("matmul", "rms_norm", "matmul", "head_matmul")),
+      RowOp(
+        (draw(ROWS, H * R), h), output, chain("head_matmul", "matmul", "add_rms_norm")
+      ),
     ],
     "routed_experts": [
       RowOp(routed, (gate_up, down), flat(ops.routed_experts)),

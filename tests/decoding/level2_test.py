@@ -101,7 +101,7 @@ def test_a_step_gives_live_rows_the_same_bits_in_any_place(live):
 
 
 @pytest.mark.parametrize(
-  "name", ["matmul", "route", "routed_experts", "tree_attention", "rope_keys"]
+  "name", ["matmul_chain", "route", "routed_experts", "tree_attention", "rope_keys"]
 )
 def test_the_op_that_differs_is_named(live, name, monkeypatch):
   """Its last bits depend on the place of a row."""

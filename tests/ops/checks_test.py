@@ -72,6 +72,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "x": np.ones((B, N, 4), np.float32),
     "w": np.ones((4, 6), np.float32),
   },
+  "matmul_chain": {
+    "x": np.ones((B, N, 4), np.float32),
+    "steps": [("gated_matmul", np.ones((4, 6), np.float32))],
+  },
   "rms_norm": {
     "x": np.ones((B, N, 6), np.float32),
     "weight": np.ones(6, np.float32),

@@ -91,8 +91,6 @@ def test_fused_calls():
     sin,
   )
   assert "@kdtree_jax.rope_queries" in text and "offset = 128 : i64" in text
-  # The absorbed part comes as the product writes it: heads outermost.
-  assert "operand_layouts = [dense<[3, 1, 0, 2]>" in text
   assert "tensor<2x3x8x576xf32>" in text
   text = cuda_text(
     functools.partial(ops.rope_keys, eps=1e-6, interleave=True),

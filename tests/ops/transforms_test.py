@@ -76,6 +76,15 @@ def cases() -> dict[str, Case]:
     mine = dataclasses.replace(accepted, token_ids=tokens, log_probs=log_probs)
     return append(state, mine, limits(), implementation)[0].logprobs
 
+  def chain(x, w, weight, heads, h, implementation):
+    steps = (
+      ("matmul", w),
+      ("rms_norm", weight, 1e-6),
+      ("head_matmul", heads),
+      ("add_rms_norm", h, jnp.ones(2 * P), 1e-6),
+    )
+    return ops.matmul_chain(x, steps, implementation)
+
   attention = functools.partial(ops.tree_attention, scale=0.3, value_dim=6)
   reach = ops.ancestors(tree, A, implementation="xla")
   keys = (floats(B, N, 2, 8), floats(B, 128, 8), floats(B, N, 8))
@@ -110,6 +119,11 @@ def cases() -> dict[str, Case]:
     "head_matmul": Case(ops.head_matmul, (floats(B, N, 3, P), floats(3, P, 6))),
     "log_softmax_topk": Case(functools.partial(ops.log_softmax_topk, k=4), (logits,)),
     "matmul": Case(ops.matmul, (floats(B, N, P), floats(P, 6))),
+    "matmul_chain": Case(
+      chain,
+      (floats(B, N, P), floats(P, 6), floats(6), floats(2, 3, P), floats(B, N, 2 * P)),
+      rounding=1e-5,
+    ),
     "rms_norm": Case(
       functools.partial(ops.rms_norm, eps=1e-6),
       (floats(B, N, P), floats(P)),
@@ -241,8 +255,6 @@ def test_vmap(name: str):
   target = f"@kdtree_jax.{op}"
   text = cuda_text(mapped("auto"), *batch)
   assert text.count(target + "(") == 1 and "stablehlo.while" in text  # One by one.
-  if name == "rope_queries":  # Still with the heads outermost, within each.
-    assert "operand_layouts = [dense<[3, 1, 0, 2]>" in text
   if name == "compact":
     assert "output_operand_alias<output_tuple_indices = []" in text
 
