@@ -34,6 +34,8 @@ LIMIT_S = 15 * 60
 CHECK_LIBRARY = ".venv/bin/python -P .ci/check_library.py"
 LEFT_OUT = 3  # Its exit status where the build found no nvcc.
 BUILD = pathlib.Path("build", "ci")
+# One that can be had without CUDA's libraries, which are some gigabytes.
+TORCH = "torch==2.13.0"
 DEADLINE = time.monotonic() + LIMIT_S
 
 
@@ -120,10 +122,10 @@ def check_wheel(folder: pathlib.Path, wheels: pathlib.Path) -> None:
   print(f"ci: {wheel.name}: {len(packed)} files, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
-def linters(folder: pathlib.Path) -> str:
-  """The pinned tools of the extra `dev`; that extra itself would build again."""
+def extra(folder: pathlib.Path, name: str) -> str:
+  """The packages of an extra; `pip install .[name]` would build again."""
   project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-  return shlex.join(project["optional-dependencies"]["dev"])
+  return shlex.join(project["optional-dependencies"][name])
 
 
 def main() -> None:
@@ -148,13 +150,14 @@ def main() -> None:
       run(step, folder)
     if built:
       run(CHECK_LIBRARY, folder)
-    run(f".venv/bin/pip install {linters(folder)}", folder)
+    run(f".venv/bin/pip install {extra(folder, 'dev')}", folder)
     run(".venv/bin/ruff format --check", folder)
     run(".venv/bin/ruff check", folder)
     run(".venv/bin/pyright", folder)
     check_wheel(folder, pathlib.Path(temp, "wheels"))
     if built:
       run(f"cmake --build {BUILD} --target kdtr_check", folder)
+    run(f".venv/bin/pip install {TORCH} {extra(folder, 'parity')}", folder)
     run(pytest, folder)
 
 
