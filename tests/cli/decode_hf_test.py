@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 
 import kdtree_jax as kd
 from kdtree_jax.checkpoint import export_hf, save_drafter, save_target
-from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.reference.weights import random_drafter_weights, random_weights
 from tests.cli.decode_test import _run_main
 from tests.tokenizer.files import kimi_config, ranks, ranks_file, train
+from tests.training import tiny
 
 CHAT = (
   "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
@@ -22,57 +23,20 @@ CHAT = (
 )
 SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|mask|>")
 VOCAB = 400
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+  tiny.MODEL,
   vocab_size=VOCAB,
-  hidden_size=32,
-  intermediate_size=32,
-  moe_intermediate_size=32,
   num_hidden_layers=2,
-  num_attention_heads=2,
-  q_lora_rank=None,
-  kv_lora_rank=16,
-  qk_nope_head_dim=8,
-  qk_rope_head_dim=8,
-  v_head_dim=8,
-  n_routed_experts=4,
-  num_experts_per_tok=2,
-  n_shared_experts=1,
-  n_group=1,
-  topk_group=1,
-  norm_topk_prob=True,
-  routed_scaling_factor=1.0,
-  scoring_func="sigmoid",
-  topk_method="noaux_tc",
   first_k_dense_replace=1,
-  rms_norm_eps=1e-6,
-  latent_norm_eps=1e-6,
-  rope_theta=1e4,
-  rope_scaling=None,
-  rope_interleave=True,
   max_position_embeddings=256,
   tie_word_embeddings=False,
-  bos_token_id=0,
-  eos_token_id=(0,),
 )
-DRAFTER = DrafterConfig(
+DRAFTER = dataclasses.replace(
+  tiny.DRAFTER,
   vocab_size=VOCAB,
-  hidden_size=32,
-  intermediate_size=32,
-  num_hidden_layers=1,
-  num_attention_heads=2,
-  num_key_value_heads=1,
-  head_dim=16,
-  rms_norm_eps=1e-6,
-  rope_theta=1e4,
-  rope_scaling=None,
-  max_position_embeddings=256,
-  block_size=4,
-  mask_token_id=3,
-  target_layer_ids=(0,),
   num_target_layers=2,
-  target_hidden_size=32,
-  layer_types=("full_attention",),
-  sliding_window=None,
+  max_position_embeddings=256,
+  mask_token_id=3,
 )
 
 
