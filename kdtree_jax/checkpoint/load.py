@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.state_dict import (
   read_drafter,
   read_kind,
@@ -121,7 +122,6 @@ def load_drafter(
 def _kind(path: Path) -> Literal["target", "drafter"]:
   if not path.is_dir():
     return read_kind(path)
-  from kdtree_jax.checkpoint.hf.config import CONFIG_FILE
   from kdtree_jax.checkpoint.hf.drafter import is_drafter
   from kdtree_jax.checkpoint.hf.safetensors import load_json
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path
 
 from kdtree_jax.checkpoint import kdtr
+from kdtree_jax.checkpoint.file_names import (
+  MORE_CHAT_TEMPLATES,
+  TOKENIZER,
+  is_tokenizer_file,
+)
 from kdtree_jax.checkpoint.kdtr import KdtrError
 from kdtree_jax.checkpoint.kdtr_format import StrPath
 
@@ -30,10 +35,12 @@ def read_tokenizer_files(path: StrPath) -> dict[str, str]:
   """All files of the tokenizer that travels with a target, `tokenizer.json` included.
 
   Returns:
-    File names to contents; empty where there are none.
+    File names to contents; empty where there are none. Every name is one of
+    `is_tokenizer_file`, so that it may be written into a directory.
 
   Raises:
-    KdtrError: a damaged file, or members that are not text by file name.
+    KdtrError: a damaged file, or members that are not text by the name of a
+      tokenizer's file.
   """
   text = read_tokenizer_json(path)
   with kdtr.open_kdtr(path) as file:
@@ -42,6 +49,18 @@ def read_tokenizer_files(path: StrPath) -> dict[str, str]:
   if not isinstance(more, dict):
     raise KdtrError(path, field, "must be an object")
   for name, contents in more.items():
-    if not isinstance(contents, str) or PurePath(name).name != name:
-      raise KdtrError(path, field, f"{name!r}: must be text by file name")
-  return more if text is None else {"tokenizer.json": text, **more}
+    if not is_tokenizer_file(name):
+      raise KdtrError(path, field, f"{name!r} is not a file of a tokenizer")
+    if not isinstance(contents, str):
+      raise KdtrError(path, field, f"{name!r} must be text")
+  if text is None:
+    return more
+  if TOKENIZER in more:
+    raise KdtrError(path, field, f"{TOKENIZER!r} is in {TOKENIZER_JSON} too")
+  return {TOKENIZER: text, **more}
+
+
+def more_chat_templates(directory: Path) -> tuple[str, ...]:
+  """Names, the folder's included, of the chat templates of a folder of their own."""
+  files = sorted((directory / MORE_CHAT_TEMPLATES).glob("*.jinja"))
+  return tuple(f"{MORE_CHAT_TEMPLATES}/{path.name}" for path in files)

@@ -5,29 +5,33 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import tokenizers
 
 from kdtree_jax._validation import ConfigError, is_integer
+from kdtree_jax.checkpoint.file_names import (
+  CHAT_TEMPLATE,
+  CONFIG_FILE,
+  GENERATION_FILE,
+  MORE_CHAT_TEMPLATES,
+  RANKS,
+  SPECIAL_TOKENS_MAP,
+  TOKENIZER,
+  TOKENIZER_CONFIG,
+)
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.safetensors import parse_json
 from kdtree_jax.checkpoint.kdtr_format import MAGIC
-from kdtree_jax.checkpoint.tokenizer_files import read_tokenizer_files
+from kdtree_jax.checkpoint.tokenizer_files import (
+  more_chat_templates,
+  read_tokenizer_files,
+)
 from kdtree_jax.tokenizer.backends import Backend, JsonBackend, KimiBackend, parse_ranks
 from kdtree_jax.tokenizer.tokenizer import Tokenizer
 
 StrPath = str | os.PathLike[str]
-
-TOKENIZER = "tokenizer.json"
-RANKS = "tiktoken.model"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-MORE_CHAT_TEMPLATES = "additional_chat_templates"
-CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"
 
 _KIMI_CLASS = "TikTokenTokenizer"
 _ROLES = (
@@ -91,11 +95,14 @@ class _Files:
   def __init__(self, path: Path) -> None:
     self.path = path
     self.read: Callable[[str], bytes | None]
-    self.names: tuple[str, ...]
+    self.more_templates: tuple[str, ...] = ()
     if path.is_dir():
       self.read = self._from_directory
+      self.more_templates = more_chat_templates(path)
     elif _starts_with(path, MAGIC):
       members = read_tokenizer_files(path)
+      inside = f"{MORE_CHAT_TEMPLATES}/"
+      self.more_templates = tuple(sorted(n for n in members if n.startswith(inside)))
       self.read = lambda name: members[name].encode() if name in members else None
     else:
       self.read = lambda name: path.read_bytes() if name == TOKENIZER else None
@@ -275,12 +282,10 @@ def _chat_templates(files: _Files, config: dict[str, Any]) -> dict[str, str]:
   default = files.text(CHAT_TEMPLATE)
   if default is not None:
     templates["default"] = default
-  folder = files.path / MORE_CHAT_TEMPLATES
-  if folder.is_dir():
-    for path in sorted(folder.glob("*.jinja")):
-      text = files.text(f"{MORE_CHAT_TEMPLATES}/{path.name}")
-      assert text is not None
-      templates[path.stem] = text
+  for name in files.more_templates:
+    text = files.text(name)
+    assert text is not None
+    templates[PurePosixPath(name).stem] = text
   if templates:
     return templates
   found = config.get("chat_template")
@@ -303,11 +308,11 @@ def _chat_templates(files: _Files, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _stop_token_ids(files: _Files) -> tuple[int, ...]:
-  config = files.json(CONFIG) or {}
+  config = files.json(CONFIG_FILE) or {}
   inner = config.get("text_config")
-  found = _tokens(files, CONFIG, inner) if isinstance(inner, dict) else []
-  found += _tokens(files, CONFIG, config)
-  found += _tokens(files, GENERATION_CONFIG, files.json(GENERATION_CONFIG) or {})
+  found = _tokens(files, CONFIG_FILE, inner) if isinstance(inner, dict) else []
+  found += _tokens(files, CONFIG_FILE, config)
+  found += _tokens(files, GENERATION_FILE, files.json(GENERATION_FILE) or {})
   return tuple(dict.fromkeys(found))
 
 
@@ -321,14 +326,14 @@ def _tokens(files: _Files, name: str, fields: dict[str, Any]) -> list[int]:
 
 def _check_model(files: _Files, tokenizer: Tokenizer) -> None:
   """Compares with the model's configuration that lies beside the tokenizer."""
-  config = files.json(CONFIG)
+  config = files.json(CONFIG_FILE)
   if config is None:
     return
   inner = config.get("text_config")
   size = (inner if isinstance(inner, dict) else config).get("vocab_size")
   if not is_integer(size):
-    raise files.error(CONFIG, "vocab_size", f"{size!r} must be an integer")
+    raise files.error(CONFIG_FILE, "vocab_size", f"{size!r} must be an integer")
   try:
-    tokenizer.check_fits(size, CONFIG)
+    tokenizer.check_fits(size, CONFIG_FILE)
   except ConfigError as error:
-    raise files.error(CONFIG, "vocab_size", str(error)) from error
+    raise files.error(CONFIG_FILE, "vocab_size", str(error)) from error

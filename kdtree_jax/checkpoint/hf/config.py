@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_jax._validation import is_integer
+from kdtree_jax.checkpoint.file_names import CONFIG_FILE, GENERATION_FILE
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.fields import Fields
 from kdtree_jax.checkpoint.hf.quantization import Quantization, read_quantization
 from kdtree_jax.checkpoint.hf.rope import read_rope
 from kdtree_jax.checkpoint.hf.safetensors import load_json
 from kdtree_jax.config import ModelConfig
-
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
 
 # `q_a_layernorm` and `kv_a_layernorm` are built without an epsilon, both in the code
 # that ships with the checkpoints and in transformers: 1e-6, whatever rms_norm_eps says.

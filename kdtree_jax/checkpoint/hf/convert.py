@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kdtree_jax.checkpoint.hf.config import CONFIG_FILE
+from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.hf.drafter import is_drafter, read_hf_drafter
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.safetensors import load_json

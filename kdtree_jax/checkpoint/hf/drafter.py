@@ -21,6 +21,7 @@ import numpy as np
 from absl import logging
 
 from kdtree_jax._validation import is_integer, is_number
+from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.fields import Fields
 from kdtree_jax.checkpoint.hf.rope import read_rope
@@ -35,7 +36,6 @@ from kdtree_jax.checkpoint.kdtr_writer import fingerprint
 from kdtree_jax.config import ConfigError, DrafterConfig
 from kdtree_jax.reference.weights import drafter_weight_shapes
 
-CONFIG_FILE = "config.json"
 ARCHITECTURE = "DFlashDraftModel"
 Causal = Literal["none", "sliding", "all"]
 

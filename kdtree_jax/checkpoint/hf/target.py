@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from absl import logging
 
+from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.hf import formats
 from kdtree_jax.checkpoint.hf.config import HfConfig, read_config
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
@@ -286,7 +287,7 @@ def _check_size(model: ModelConfig, files: SafetensorsDirectory) -> None:
   experts = layers * model.n_routed_experts if layers > 0 else 0
   if max(model.num_hidden_layers, experts) > len(files.entries):
     raise CheckpointError(
-      files.path / "config.json",
+      files.path / CONFIG_FILE,
       "field num_hidden_layers",
       f"{model.num_hidden_layers} layers and their experts need more tensors than the "
       f"{len(files.entries)} of the files",
