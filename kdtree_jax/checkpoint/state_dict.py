@@ -40,7 +40,12 @@ from kdtree_jax.checkpoint.kdtr import SCALE_SUFFIX, KdtrError, KdtrFile
 from kdtree_jax.checkpoint.kdtr_format import StrPath
 from kdtree_jax.checkpoint.tokenizer_files import TOKENIZER_JSON
 from kdtree_jax.config import DrafterConfig, ModelConfig
-from kdtree_jax.reference.weights import drafter_weight_shapes, weight_shapes
+from kdtree_jax.model.rounding import rounded
+from kdtree_jax.reference.weights import (
+  drafter_weight_shapes,
+  is_routed_expert,
+  weight_shapes,
+)
 
 FORMAT_VERSION = 1
 
@@ -201,10 +206,6 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     raise ValueError(f"{name} = {value!r} is not allowed: one of {allowed}")
 
 
-def _is_routed_expert(name: str) -> bool:
-  return ".mlp.experts." in name
-
-
 def model_header(
   config: ModelConfig | DrafterConfig,
   dtype: FloatFormat,
@@ -237,7 +238,7 @@ def storage_plan(
   """
   plan: Plan = {}
   for name, shape in expected_shapes(config).items():
-    if _is_routed_expert(name):
+    if is_routed_expert(name):
       plan[name] = (_CODES[expert_format], shape)
       if expert_format == "int4":
         if shape[-1] % GROUP_SIZE:
@@ -304,8 +305,7 @@ def stored_tensor(value: np.ndarray | Int4Tensor, code: str) -> np.ndarray | Int
     raise ValueError(f"has dtype {array.dtype}; a weight must be floating point")
   if code == "int4":
     return quantize(array.astype(np.float32, copy=False))
-  with np.errstate(over="ignore"):  # Overflow is what the next line looks for.
-    result = array.astype(_NUMPY[code], copy=False)
+  result = rounded(array, _NUMPY[code])
   if not np.isfinite(result).all():
     raise ValueError("holds NaN or infinite values, or overflows its dtype")
   return result

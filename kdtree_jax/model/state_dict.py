@@ -33,14 +33,32 @@ from kdtree_jax.model.target import Block, Target
 from kdtree_jax.model.workers import Workers
 from kdtree_jax.ops import int4_weight
 from kdtree_jax.ops.int4_weight import Int4Weight
-from kdtree_jax.reference.weights import weight_shapes
+from kdtree_jax.reference.weights import is_routed_expert, weight_shapes
 
 if TYPE_CHECKING:  # That package imports this file.
   from kdtree_jax.checkpoint.int4 import Int4Tensor
 
 ExpertDtype = Literal["as_stored", "int4", "dequantized"]
-_Read = Callable[[], Any]  # Reads a tensor: an array, or an Int4Tensor.
 _Jobs = Iterator[Callable[[], None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+  """A tensor that is read when it is called: an array, or an Int4Tensor."""
+
+  weights: Mapping[str, Any]
+  name: str
+  int4: bool
+
+  def __call__(self) -> Any:
+    return (_as_int4 if self.int4 else _as_floats)(self.weights, self.name)
+
+  def copy(self, into: np.ndarray, values: np.ndarray) -> None:
+    """`copy_rounded` of what was read; an error says of which tensor."""
+    try:
+      copy_rounded(into, values)
+    except ValueError as error:
+      raise _error(self.weights, self.name, str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,31 +72,31 @@ class _Entry:
 
   variables: tuple[nnx.Variable, ...]
   names: tuple[str, ...]
-  pack: Callable[[tuple[np.ndarray, ...], tuple[_Read, ...]], _Jobs]
+  pack: Callable[[tuple[np.ndarray, ...], tuple[_Tensor, ...]], _Jobs]
   unpack: Callable[..., tuple[Any, ...]]
   int4: bool = False  # Tensors are Int4Tensors.
 
 
-def _copy(into: np.ndarray, read: _Read) -> Callable[[], None]:
-  return lambda: copy_rounded(into, read())
+def _copy(into: np.ndarray, read: _Tensor) -> Callable[[], None]:
+  return lambda: read.copy(into, read())
 
 
 def _as_is(variable: nnx.Variable, name: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     yield _copy(into[0], read[0])
 
   return _Entry((variable,), (name,), pack, lambda v: (v,))
 
 
 def _kernel(variable: nnx.Variable, name: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     yield _copy(into[0].T, read[0])
 
   return _Entry((variable,), (name,), pack, lambda v: (v.T,))
 
 
 def _gate_up(variable: nnx.Variable, prefix: str) -> _Entry:
-  def pack(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     for half, tensor in zip(np.split(into[0], 2, axis=1), read, strict=True):
       yield _copy(half.T, tensor)
 
@@ -107,11 +125,11 @@ def _attention(attn, config: ModelConfig, prefix: str) -> Iterator[_Entry]:
   yield _kernel(attn.kv_a_proj.kernel, f"{prefix}.kv_a_proj_with_mqa.weight")
   yield _as_is(attn.kv_a_layernorm.weight, f"{prefix}.kv_a_layernorm.weight")
 
-  def pack_kv_b(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack_kv_b(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     def both() -> None:
       heads = read[0]().reshape(H, C + E, R)
-      copy_rounded(into[0], heads[:, :C])
-      copy_rounded(into[1].swapaxes(1, 2), heads[:, C:])
+      read[0].copy(into[0], heads[:, :C])
+      read[0].copy(into[1].swapaxes(1, 2), heads[:, C:])
 
     yield both
 
@@ -149,13 +167,13 @@ def _experts(experts: Experts, config: ModelConfig, prefix: str) -> Iterator[_En
   E = config.n_routed_experts
   expert_axis = 1 if experts.dense else 0
 
-  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     kernels = np.moveaxis(into[0], expert_axis, 0)
     for part, half in enumerate(np.split(kernels, 2, axis=2)):
       for e in range(E):
         yield _copy(half[e].T, read[part * E + e])
 
-  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     for kernel, tensor in zip(into[0], read, strict=True):
       yield _copy(kernel.T, tensor)
 
@@ -186,7 +204,7 @@ def _int4_experts(
     config.moe_intermediate_size,
   )
 
-  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack_gate_up(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     def one(e: int) -> None:
       packed = np.empty((2 * F, D // 2), np.uint8)
       scales = np.empty((2 * F, D // int4_weight.GROUP_SIZE), ml_dtypes.bfloat16)
@@ -202,7 +220,7 @@ def _int4_experts(
     both = [_int4_tensor(t, D, 2 * F, gated=True) for t in tiles]
     return tuple(_rows(w, part) for part in (slice(F), slice(F, None)) for w in both)
 
-  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Read, ...]) -> _Jobs:
+  def pack_down(into: tuple[np.ndarray, ...], read: tuple[_Tensor, ...]) -> _Jobs:
     def one(e: int) -> None:
       tensor = read[e]()
       into[0][e] = int4_weight.pack_tiles(tensor.packed, tensor.scales)
@@ -284,7 +302,9 @@ def target_from_state_dict(
       and bias stay fp32). Routed experts may be `kdtree_jax.checkpoint.Int4Tensor`s
       with groups of 32. A mapping that reads when asked may have a method
       `describe(name)` that gives (shape, whether it is int4), as `HfWeights` has; then
-      each tensor is read once, and everything is checked before the first one is.
+      each tensor is read once, and everything is checked before the first one is. A
+      method `error(name, reason)` gives the exception for values that are not finite.
+      Threads call `weights[name]` at the same time.
     dtype: float32 or bfloat16.
     fingerprint: identifies the weights, see `Target`.
     expert_dtype: "as_stored" keeps routed experts int4 if they are, "int4" quantises
@@ -293,7 +313,8 @@ def target_from_state_dict(
 
   Raises:
     ValueError: a tensor is missing, left over, or of another shape; it is int4 and may
-      not be; some experts are int4 and others are not; int4 does not fit the config.
+      not be; some experts are int4 and others are not; int4 does not fit the config; a
+      value is NaN or infinite, or too large for `dtype`.
   """
   check_expert_dtype(expert_dtype)
   int4 = _check(config, weights, expert_dtype == "as_stored")
@@ -316,8 +337,7 @@ def target_from_state_dict(
   largest = max(map(math.prod, shapes.values()))
   with Workers() as workers:
     for entry in _entries(target):
-      convert = _as_int4 if entry.int4 else _as_floats
-      read = tuple(functools.partial(convert, weights, name) for name in entry.names)
+      read = tuple(_Tensor(weights, name, entry.int4) for name in entry.names)
       values = [empty(v.shape, v.dtype) for v in entry.variables]
       at_once = largest // math.prod(shapes[entry.names[0]])
       workers.run(entry.pack(tuple(values), read), at_once)
@@ -379,6 +399,11 @@ def _stored_int4(stored: Mapping[str, bool]) -> bool:
   return kinds == {True}
 
 
+def _error(weights: Mapping[str, Any], name: str, reason: str) -> Exception:
+  own = getattr(weights, "error", None)
+  return own(name, reason) if own else ValueError(f"tensor {name!r}: {reason}")
+
+
 def _is_int4(weight: Any) -> bool:
   return hasattr(weight, "packed") and hasattr(weight, "scales")
 
@@ -427,7 +452,7 @@ def _check(config: ModelConfig, weights: Mapping[str, Any], as_stored: bool) -> 
       raise ValueError(
         f"tensor {name!r} has shape {found_shape}; the config needs {shape}"
       )
-    if ".mlp.experts." in name:
+    if is_routed_expert(name):
       experts[name] = int4
     elif int4:
       raise ValueError(f"tensor {name!r} is int4; only routed experts may be")

@@ -39,6 +39,11 @@ def weight_shapes(config: ModelConfig) -> Shapes:
   return shapes
 
 
+def is_routed_expert(name: str) -> bool:
+  """Whether a target's parameter is of an expert that the router chooses."""
+  return ".mlp.experts." in name
+
+
 def _attention_shapes(config: ModelConfig, prefix: str) -> Shapes:
   hidden, heads, rank = (
     config.hidden_size,

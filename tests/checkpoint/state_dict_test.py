@@ -302,6 +302,14 @@ def test_drafter_round_trip(tmp_path: Path, dtype):
   assert read_kind(path) == "drafter"
 
 
+def test_float64_is_rounded_once(tmp_path: Path):
+  """By way of float32 the value would be a tie, and then 1."""
+  weights = {name: np.ones(s) for name, s in expected_shapes(TARGET).items()}
+  weights["model.norm.weight"][:] = 1 + 2.0**-8 + 2.0**-40
+  save_target(tmp_path / "x", TARGET, weights, dtype="bfloat16")
+  assert np.all(read_target(tmp_path / "x")[1]["model.norm.weight"] == 1.0078125)
+
+
 def test_fingerprint_tells_weights_apart(tmp_path: Path):
   prints = {
     save_target(tmp_path / "x", TARGET, weights(TARGET, seed)) for seed in range(3)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdtree_jax.model.rounding import copy_rounded, round_to_bf16
+from kdtree_jax.model.rounding import copy_rounded, round_to_bf16, rounded
 
 BF16 = ml_dtypes.bfloat16
 DTYPES = [np.float32, np.float16, BF16, np.float64]
@@ -49,12 +49,68 @@ def test_nan_stays_and_infinity_too():
   assert round_to_bf16(np.array([3.4e38], np.float32)).view(BF16)[0] == np.inf
 
 
+def float64_near_ties() -> np.ndarray:
+  """Beside numbers of bfloat16 and their middles, where float32 is too coarse to see
+  the side; down to its subnormals and up to its largest."""
+  size = 2.0 ** np.arange(-140, 128)[:, None, None]
+  middles = size * (1 + np.arange(0, 4) / 256)[:, None]
+  near = 2.0 ** -np.array([24, 25, 26, 30, 40, 45])
+  values = middles * (1 + np.concatenate([near, -near, [0.0]]))
+  values = values[np.abs(values) < float(ml_dtypes.finfo(BF16).max)]
+  return np.concatenate([values, -values])
+
+
+def test_float64_is_rounded_once():
+  values = float64_near_ties()
+  want = [bf16_by_definition(v) for v in values]
+  got = rounded(values, BF16)
+  np.testing.assert_array_equal(got.astype(np.float64), want)
+  np.testing.assert_array_equal(np.signbit(got), np.signbit(values))
+  into = np.empty(values.shape, BF16)
+  copy_rounded(into, values)
+  assert into.tobytes() == got.tobytes()
+  # Twice, by way of float32, is something else.
+  assert (values.astype(np.float32).astype(BF16) != got).sum() > 1000
+  assert rounded(np.array([1 + 2.0**-8 + 2.0**-40]), BF16)[0] == 1.0078125
+  odd = np.array([np.nan, np.inf, -np.inf, 1e300, -1e300, 0.0, 1e-300])
+  np.testing.assert_array_equal(
+    rounded(odd, BF16).astype(np.float32),
+    np.array([np.nan, np.inf, -np.inf, np.inf, -np.inf, 0, 0], np.float32),
+  )
+
+
+@pytest.mark.parametrize("into", [np.float32, BF16])
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused(into, source, bad):
+  for shape, index in (((), ()), ((3,), 1), ((200, 700), (199, 699))):
+    values = np.ones(shape, source)
+    values[index] = bad
+    target = np.zeros(shape, into)
+    with pytest.raises(ValueError, match="holds NaN or infinite"):
+      copy_rounded(target, values)
+
+
+def test_the_largest_numbers_are_finite():
+  for into, largest in ((np.float32, np.float32), (BF16, BF16)):
+    most = np.array(
+      [ml_dtypes.finfo(largest).max, ml_dtypes.finfo(largest).min], np.float64
+    )
+    target = np.zeros(2, into)
+    copy_rounded(target, most)
+    np.testing.assert_array_equal(target.astype(np.float64), most)
+    with pytest.raises(ValueError, match="overflows"):
+      copy_rounded(target, most * 1.01)
+
+
 @pytest.mark.parametrize("into", [np.float32, BF16])
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (70_001,), (300, 500), (3, 5, 7)])
 def test_every_pair_of_dtypes(into, source, shape):
   values = np.random.default_rng(1).standard_normal(shape).astype(source)
-  want = values.astype(np.float32).astype(into)
+  want = rounded(values, into)
+  if source != np.float64:
+    assert want.tobytes() == values.astype(np.float32).astype(into).tobytes()
   got = np.empty(shape, into)
   copy_rounded(got, values)
   assert got.tobytes() == want.tobytes()

@@ -121,6 +121,26 @@ def test_a_missing_tensor_is_named(name):
     target_from_state_dict(family_config("kimi"), weights)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "model.norm.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.self_attn.kv_b_proj.weight",
+    "model.layers.1.mlp.gate.e_score_correction_bias",
+    "model.layers.1.mlp.experts.7.up_proj.weight",
+  ],
+)
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_values_that_are_not_finite_are_refused(name, value, dtype):
+  weights = dict(family_weights("kimi"))
+  weights[name] = weights[name].copy()
+  weights[name][..., -1] = value
+  with pytest.raises(ValueError, match=f"tensor '{name}': holds NaN or infinite"):
+    target_from_state_dict(family_config("kimi"), weights, dtype=dtype)
+
+
 @pytest.mark.parametrize(
   ("family", "name"),
   [

@@ -25,7 +25,7 @@ from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.safetensors import SafetensorsDirectory
 from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor, check_scales, dequantize
 from kdtree_jax.config import ModelConfig
-from kdtree_jax.reference.weights import weight_shapes
+from kdtree_jax.reference.weights import is_routed_expert, weight_shapes
 
 StrPath = str | os.PathLike[str]
 
@@ -102,7 +102,11 @@ class HfWeights(Mapping[str, "np.ndarray | Int4Tensor"]):
 
   def describe(self, name: str) -> tuple[tuple[int, ...], bool]:
     """A weight's shape, and whether it is an Int4Tensor; reads nothing."""
-    return self._shapes[name], self._is_int4(name) and _is_routed_expert(name)
+    return self._shapes[name], self._is_int4(name) and is_routed_expert(name)
+
+  def error(self, name: str, reason: str) -> CheckpointError:
+    """That something is wrong with a weight's values."""
+    return self._error(self._sources[name][0], reason)
 
   def fingerprint(self) -> str:
     """Identifies the model: SHA-256 in hex.
@@ -264,14 +268,10 @@ class HfWeights(Mapping[str, "np.ndarray | Int4Tensor"]):
       return formats.dequantize_fp8(first, scales)
     tensor = formats.int4_from_words(first, scales)
     check_scales(tensor)
-    return tensor if _is_routed_expert(name) else dequantize(tensor)
+    return tensor if is_routed_expert(name) else dequantize(tensor)
 
   def _error(self, name: str, reason: str) -> CheckpointError:
     return CheckpointError(self._files.entries[name].file, f"tensor {name!r}", reason)
-
-
-def _is_routed_expert(name: str) -> bool:
-  return ".mlp.experts." in name
 
 
 def _is_linear(name: str) -> bool:

@@ -80,6 +80,41 @@ def test_floats_are_rounded_once(tmp_path, stored, dtype):
     np.testing.assert_array_equal(array, want, err_msg=name)
 
 
+@pytest.mark.parametrize(
+  "name", ["lm_head.weight", "model.layers.0.self_attn.kv_b_proj.weight"]
+)
+def test_float64_is_rounded_once(tmp_path, name):
+  """By way of float32 the value would be a tie, and then 1."""
+  weights = stored_weights("kimi", np.float64)
+  weights[name] = np.full_like(weights[name], 1 + 2.0**-8 + 2.0**-40)
+  write(tmp_path, hub_config(family("kimi")), weights)
+  target = kd.load_checkpoint(tmp_path, "bfloat16")
+  assert isinstance(target, Target)
+  assert np.all(target_to_state_dict(target)[name] == 1.0078125)
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float32, np.float64, BF16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.kv_b_proj.weight",
+    "model.layers.1.mlp.experts.7.down_proj.weight",
+    "model.layers.1.mlp.gate.weight",
+  ],
+)
+def test_weights_that_are_not_finite(tmp_path, stored, dtype, name):
+  weights = stored_weights("kimi", stored)
+  weights[name] = weights[name].copy()
+  weights[name][-1, -1] = -np.inf if stored is BF16 else np.nan
+  write(tmp_path, hub_config(family("kimi")), weights, 2)
+  with pytest.raises(CheckpointError, match="holds NaN or infinite") as caught:
+    kd.load_checkpoint(tmp_path, dtype)
+  assert caught.value.what == f"tensor {name!r}"
+  assert "-of-00002.safetensors" in caught.value.file
+
+
 def test_the_spelling_of_transformers_5(tmp_path):
   """Tied, no shared experts, pairs of RoPE in halves."""
   config = family("other")
