@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kdtree_jax.checkpoint import kdtr
 from kdtree_jax.checkpoint.file_names import (
@@ -58,6 +59,18 @@ def read_tokenizer_files(path: StrPath) -> dict[str, str]:
   if TOKENIZER in more:
     raise KdtrError(path, field, f"{TOKENIZER!r} is in {TOKENIZER_JSON} too")
   return {TOKENIZER: text, **more}
+
+
+def read_model_fields(path: StrPath) -> dict[str, Any] | None:
+  """The fields of the target's configuration as the file has them, or None.
+
+  Raises:
+    KdtrError: a damaged file.
+  """
+  with kdtr.open_kdtr(path) as file:
+    model = file.config.get("model")
+    target = file.config.get("kind") == "target"
+  return model if target and isinstance(model, dict) else None
 
 
 def more_chat_templates(directory: Path) -> tuple[str, ...]:

@@ -22,10 +22,12 @@ from kdtree_jax.checkpoint.file_names import (
   TOKENIZER_CONFIG,
 )
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
+from kdtree_jax.checkpoint.hf.fields import Fields
 from kdtree_jax.checkpoint.hf.safetensors import parse_json
 from kdtree_jax.checkpoint.kdtr_format import MAGIC
 from kdtree_jax.checkpoint.tokenizer_files import (
   more_chat_templates,
+  read_model_fields,
   read_tokenizer_files,
 )
 from kdtree_jax.tokenizer.backends import Backend, JsonBackend, KimiBackend, parse_ranks
@@ -50,7 +52,8 @@ def load_tokenizer(path: StrPath) -> Tokenizer:
 
   A directory has a `tokenizer.json`, or Kimi's and Moonlight's `tiktoken.model`;
   `tokenizer_config.json` names special tokens; the chat template is there too, or in
-  `chat_template.jinja`. The directory's `config.json`, if there is one, must fit.
+  `chat_template.jinja`. The directory's `config.json`, if there is one, must fit; so
+  must the config of a KDTR file, which has the stop tokens too.
 
   Args:
     path: the directory, a KDTR file of a target that carries its tokenizer, or a
@@ -96,6 +99,7 @@ class _Files:
     self.path = path
     self.read: Callable[[str], bytes | None]
     self.more_templates: tuple[str, ...] = ()
+    self._header: dict[str, Any] | None = None  # Of a KDTR file: its model's fields.
     if path.is_dir():
       self.read = self._from_directory
       self.more_templates = more_chat_templates(path)
@@ -104,6 +108,7 @@ class _Files:
       inside = f"{MORE_CHAT_TEMPLATES}/"
       self.more_templates = tuple(sorted(n for n in members if n.startswith(inside)))
       self.read = lambda name: members[name].encode() if name in members else None
+      self._header = read_model_fields(path)
     else:
       self.read = lambda name: path.read_bytes() if name == TOKENIZER else None
 
@@ -131,6 +136,19 @@ class _Files:
   def json(self, name: str) -> dict[str, Any] | None:
     text = self.text(name)
     return None if text is None else parse_json(self.where(name), text)
+
+  def configs(self) -> list[Fields]:
+    """The model's configuration, if there is one: the text model's, what is around."""
+    if self._header is not None:
+      return [Fields(self.path, self._header, "config.model.")]
+    values = self.json(CONFIG_FILE)
+    if values is None:
+      return []
+    outer = Fields(self.where(CONFIG_FILE), values)
+    text = outer.optional("text_config")
+    return (
+      [outer.inner("text_config", text), outer] if isinstance(text, dict) else [outer]
+    )
 
   def error(self, name: str, what: str, reason: str) -> CheckpointError:
     what = what if self.path.is_dir() else f"{name}, {what}"
@@ -308,32 +326,21 @@ def _chat_templates(files: _Files, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _stop_token_ids(files: _Files) -> tuple[int, ...]:
-  config = files.json(CONFIG_FILE) or {}
-  inner = config.get("text_config")
-  found = _tokens(files, CONFIG_FILE, inner) if isinstance(inner, dict) else []
-  found += _tokens(files, CONFIG_FILE, config)
-  found += _tokens(files, GENERATION_FILE, files.json(GENERATION_FILE) or {})
+  fields = files.configs()
+  generation = files.json(GENERATION_FILE)
+  if generation is not None:
+    fields.append(Fields(files.where(GENERATION_FILE), generation))
+  found = (token for each in fields for token in each.token_ids("eos_token_id"))
   return tuple(dict.fromkeys(found))
-
-
-def _tokens(files: _Files, name: str, fields: dict[str, Any]) -> list[int]:
-  value = fields.get("eos_token_id")
-  tokens = value if isinstance(value, list) else [] if value is None else [value]
-  if not all(is_integer(token) and token >= 0 for token in tokens):
-    raise files.error(name, "eos_token_id", f"{value!r} must be token ids")
-  return tokens
 
 
 def _check_model(files: _Files, tokenizer: Tokenizer) -> None:
   """Compares with the model's configuration that lies beside the tokenizer."""
-  config = files.json(CONFIG_FILE)
-  if config is None:
-    return
-  inner = config.get("text_config")
-  size = (inner if isinstance(inner, dict) else config).get("vocab_size")
-  if not is_integer(size):
-    raise files.error(CONFIG_FILE, "vocab_size", f"{size!r} must be an integer")
-  try:
-    tokenizer.check_fits(size, CONFIG_FILE)
-  except ConfigError as error:
-    raise files.error(CONFIG_FILE, "vocab_size", str(error)) from error
+  for fields in files.configs()[:1]:
+    size = fields.optional("vocab_size")
+    if not is_integer(size):
+      raise fields.error("vocab_size", f"{size!r} must be an integer")
+    try:
+      tokenizer.check_fits(size, fields.path.name)
+    except ConfigError as error:
+      raise fields.error("vocab_size", str(error)) from error

@@ -95,6 +95,45 @@ def test_a_kdtr_file_carries_its_tokenizer(tmp_path):
     kd.load_tokenizer(path)
 
 
+def kdtr(path: Path, model: Any, kind: str = "target") -> Path:
+  values = {"x": np.zeros(1, np.float32)}
+  tokenizer = train(400, SPECIAL).to_str()
+  files = {"tokenizer_config.json": json.dumps(CONFIG)}
+  config = {"kind": kind, "model": model}
+  write_kdtr(
+    path, values, config, {"tokenizer_json": tokenizer} | {"tokenizer_files": files}
+  )
+  return path
+
+
+@pytest.mark.parametrize(
+  ("eos", "expected"),
+  [([3, 5], (3, 5)), ([], (1,)), (None, (1,)), (7, (7,)), ([5, 5], (5,))],
+)
+def test_stop_tokens_of_a_kdtr_file_are_its_models(tmp_path, eos, expected):
+  path = kdtr(tmp_path / "x", {"vocab_size": 400, "eos_token_id": eos})
+  assert kd.load_tokenizer(path).stop_token_ids == expected
+  # Fields of a drafter say nothing of the tokenizer.
+  path = kdtr(tmp_path / "y", {"vocab_size": 9, "eos_token_id": eos}, "drafter")
+  assert kd.load_tokenizer(path).stop_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+  ("fields", "name", "says"),
+  [
+    ({"vocab_size": 399}, "vocab_size", "= 400 does not fit .*= 399 of x"),
+    ({"vocab_size": 163840}, "vocab_size", "does not fit"),
+    ({"vocab_size": "400"}, "vocab_size", "must be an integer"),
+    ({"vocab_size": 400, "eos_token_id": [-1]}, "eos_token_id", "must be a token id"),
+  ],
+)
+def test_the_model_of_a_kdtr_file_must_fit(tmp_path, fields, name, says):
+  with pytest.raises(CheckpointError, match=says) as caught:
+    kd.load_tokenizer(kdtr(tmp_path / "x", fields))
+  assert caught.value.file == str(tmp_path / "x")
+  assert caught.value.what == f"field config.model.{name}"
+
+
 @pytest.mark.parametrize(
   ("config", "generation", "expected"),
   [

@@ -194,7 +194,7 @@ def _read_wrapper(path: Path, values: dict[str, Any]) -> HfConfig:
     raise outer.error(
       "bos_token_id", f"is {bos!r}, but {text.get('bos_token_id')!r} in text_config"
     )
-  eos = _tokens(outer, "eos_token_id") + _generation_eos(path.parent)
+  eos = outer.token_ids("eos_token_id") + _generation_eos(path.parent)
   outer.refuse_others(_IRRELEVANT_IN_WRAPPER)
   return dataclasses.replace(_read_text(inner, eos), prefix="language_model.")
 
@@ -239,7 +239,7 @@ def _read_text(fields: Fields, eos: tuple[int, ...]) -> HfConfig:
   quantization = fields.optional("quantization_config")
   if quantization is not None:
     quantization = read_quantization(fields, quantization)
-  eos = tuple(dict.fromkeys(_tokens(fields, "eos_token_id") + eos))
+  eos = tuple(dict.fromkeys(fields.token_ids("eos_token_id") + eos))
   bos = fields.optional("bos_token_id")
   fields.refuse_others(_IRRELEVANT)
   try:
@@ -308,16 +308,8 @@ def _check_redundant(fields: Fields, values: Mapping[str, Any]) -> None:
   fields.must_be("partial_rotary_factor", 1.0, 1)
 
 
-def _tokens(fields: Fields, name: str) -> tuple[int, ...]:
-  value = fields.optional(name)
-  tokens = value if isinstance(value, list) else [] if value is None else [value]
-  if not all(is_integer(token) for token in tokens):
-    raise fields.error(name, f"{value!r} must be a token id or a list of them")
-  return tuple(tokens)
-
-
 def _generation_eos(directory: Path) -> tuple[int, ...]:
   path = directory / GENERATION_FILE
   if not path.exists():
     return ()
-  return _tokens(Fields(path, load_json(path)), "eos_token_id")
+  return Fields(path, load_json(path)).token_ids("eos_token_id")

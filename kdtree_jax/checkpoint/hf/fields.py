@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kdtree_jax._validation import is_number
+from kdtree_jax._validation import is_integer, is_number
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 
 
@@ -55,6 +55,14 @@ class Fields:
     except OverflowError:
       pass
     raise self.error(name, f"{value!r} is not a number that a float holds")
+
+  def token_ids(self, name: str) -> tuple[int, ...]:
+    """The token ids of a field that holds one, several or none."""
+    value = self.optional(name)
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(is_integer(token) and token >= 0 for token in tokens):
+      raise self.error(name, f"{value!r} must be a token id or a list of them")
+    return tuple(tokens)
 
   def must_be(self, name: str, *allowed: Any) -> None:
     """An error where the field is there with another value."""
