@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import TypeGuard
 
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+
 
 class ConfigError(ValueError):
   """A configuration is missing a field, or a field has a value not allowed."""
@@ -35,6 +37,18 @@ def positive(config: object, *fields: str) -> None:
       field,
       value,
       "it must be a positive integer",
+    )
+
+
+def positive_float32(config: object, *fields: str) -> None:
+  """Each of the named fields is a number above 0 that float32 holds."""
+  for field in fields:
+    value = getattr(config, field)
+    check(
+      is_number(value) and 0 < value <= FLOAT32_MAX,
+      field,
+      value,
+      f"it must be a number above 0 and at most {FLOAT32_MAX:.4g}, float32's largest",
     )
 
 

@@ -21,9 +21,9 @@ from kdtree_jax._validation import (
   ConfigError,
   check,
   is_integer,
-  is_number,
   one_of,
   positive,
+  positive_float32,
 )
 
 __all__ = [
@@ -163,12 +163,8 @@ class ModelConfig(DictMixin):
     one_of(self, "hidden_act", ("silu",))
     one_of(self, "moe_layer_freq", (1,))
     one_of(self, "attention_bias", (False,))
-    check(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "it must be > 0")
-    check(
-      self.latent_norm_eps > 0,
-      "latent_norm_eps",
-      self.latent_norm_eps,
-      "it must be > 0",
+    positive_float32(
+      self, "rms_norm_eps", "latent_norm_eps", "routed_scaling_factor", "rope_theta"
     )
     check(
       self.rope_scaling is None or isinstance(self.rope_scaling, YarnConfig),
@@ -302,12 +298,7 @@ class DrafterConfig(DictMixin):
     check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "it must be even")
     one_of(self, "rope_angle_dtype", ("float64", "float32"))
     one_of(self, "causal", ("none", "sliding", "all"))
-    check(
-      is_number(self.rope_amplitude) and self.rope_amplitude > 0,
-      "rope_amplitude",
-      self.rope_amplitude,
-      "it must be a number above 0",
-    )
+    positive_float32(self, "rms_norm_eps", "rope_theta", "rope_amplitude")
     check(len(self.target_layer_ids) > 0, "target_layer_ids", (), "it is empty")
     for layer in self.target_layer_ids:
       check(

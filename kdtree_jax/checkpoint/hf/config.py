@@ -215,6 +215,7 @@ def _read_text(fields: Fields, eos: tuple[int, ...]) -> HfConfig:
       if name in constants
       else fields.required(name)
     )
+  _check_routing(fields, model_type, values)
   values |= _groups(fields, values["topk_method"])
   values["rope_interleave"] = _interleave(fields, model_type, rope.new)
   if model_type == "deepseek_v2" and values["norm_topk_prob"] is not False:
@@ -267,12 +268,31 @@ def _check_architecture(fields: Fields, model_type: str) -> None:
     )
 
 
-def _groups(fields: Fields, topk_method: Any) -> dict[str, Any]:
-  if topk_method == "group_limited_greedy":
+def _check_routing(fields: Fields, model_type: str, values: Mapping[str, Any]) -> None:
+  """Each version's code scores in one way: transformers', whatever the fields say.
+
+  A correction bias is of V3. Without one, V3's experts are chosen by their scores, as
+  with a bias of zero.
+  """
+  if values["topk_method"] == "group_limited_greedy":
     raise fields.error(
-      "topk_method",
-      "'group_limited_greedy' (DeepSeek-V2's) is not supported",
+      "topk_method", "'group_limited_greedy' (DeepSeek-V2's) is not supported"
     )
+  v2 = model_type == "deepseek_v2"
+  allowed = {
+    "scoring_func": ("softmax",) if v2 else ("sigmoid",),
+    "topk_method": ("greedy",) if v2 else ("noaux_tc", "greedy"),
+  }
+  for name, supported in allowed.items():
+    if values[name] not in supported:
+      raise fields.error(
+        name,
+        f"{values[name]!r} is not supported with {model_type}: it must be "
+        + " or ".join(map(repr, supported)),
+      )
+
+
+def _groups(fields: Fields, topk_method: Any) -> dict[str, Any]:
   if topk_method == "greedy":  # Without groups, whatever these say.
     return {name: fields.optional(name) or 1 for name in ("n_group", "topk_group")}
   return {name: fields.required(name) for name in ("n_group", "topk_group")}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from absl import logging
 
-from kdtree_jax._validation import is_integer, is_number
+from kdtree_jax._validation import is_integer
 from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.fields import Fields
@@ -218,16 +218,14 @@ def drafter_config(
     )
   # z-lab's layout has no such field: there, `fc` reads streams of the drafter's width.
   target_hidden = fields.optional("target_hidden_size", sizes["hidden_size"])
-  epsilon = fields.required("rms_norm_eps")
-  if not is_number(epsilon) or epsilon <= 0:
-    raise fields.error("rms_norm_eps", f"{epsilon!r} must be a number above 0")
+  epsilon = fields.number("rms_norm_eps", fields.required("rms_norm_eps"))
   fields.refuse_others(_IRRELEVANT)
   own.refuse_others(frozenset())
   try:
     return DrafterConfig(
       **sizes,
       **more,
-      rms_norm_eps=float(epsilon),
+      rms_norm_eps=epsilon,
       rope_theta=rope.theta,
       rope_scaling=rope.yarn,
       rope_amplitude=amplitude,
@@ -312,10 +310,11 @@ def _layers(fields: Fields, count: int) -> tuple[tuple[str, ...], int | None]:
     # Qwen3's configuration then has all layers slide from max_window_layers on.
     if slides is None:
       raise fields.error("layer_types", "is missing, and so is use_sliding_window")
-    kinds = ["full_attention"] * count
-    if slides:
-      first = _integer(fields, "max_window_layers", first)
-      kinds[first:] = ["sliding_attention"] * len(kinds[first:])
+    first = _integer(fields, "max_window_layers", first) if slides else count
+    kinds = [
+      "sliding_attention" if layer >= first else "full_attention"
+      for layer in range(count)
+    ]
   if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
     raise fields.error("layer_types", f"{kinds!r} must be a list of names")
   if "sliding_attention" not in kinds:

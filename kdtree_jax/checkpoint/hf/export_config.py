@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from kdtree_jax.checkpoint.hf.config import LATENT_NORM_EPS
 from kdtree_jax.config import ConfigError, DrafterConfig, ModelConfig, YarnConfig
-
-# Of `q_a_layernorm` and `kv_a_layernorm`, in every version of the code.
-_LATENT_NORM_EPS = 1e-6
 
 
 def target_config(config: ModelConfig, torch_dtype: str, int4: bool) -> dict[str, Any]:
@@ -153,8 +151,12 @@ def generation_config(config: ModelConfig) -> dict[str, Any]:
 
 def _check_target(config: ModelConfig, v3: bool) -> None:
   moe = config.first_k_dense_replace < config.num_hidden_layers
-  if config.latent_norm_eps != _LATENT_NORM_EPS:
-    _refuse("latent_norm_eps", config.latent_norm_eps, "it is always 1e-6 there")
+  if config.latent_norm_eps != LATENT_NORM_EPS:
+    _refuse(
+      "latent_norm_eps",
+      config.latent_norm_eps,
+      f"it is always {LATENT_NORM_EPS:g} there",
+    )
   if config.topk_method != ("noaux_tc" if v3 else "greedy"):
     _refuse("topk_method", config.topk_method, f"scoring by {config.scoring_func}")
   if v3 and moe and config.n_routed_experts < 2 * config.n_group:

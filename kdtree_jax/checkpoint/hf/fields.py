@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,13 @@ class Fields:
     return value
 
   def number(self, name: str, value: Any) -> float:
-    """The value of the field as a float; an error where it is none."""
+    """The value of the field as a finite float; an error where it is none."""
     try:
-      if is_number(value):
+      if is_number(value) and math.isfinite(value):
         return float(value)
     except OverflowError:
       pass
+    # 1e999 is JSON, and infinite.
     raise self.error(name, f"{value!r} is not a number that a float holds")
 
   def token_ids(self, name: str) -> tuple[int, ...]:

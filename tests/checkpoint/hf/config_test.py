@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -231,8 +232,6 @@ def test_a_value_that_is_not_supported_is_named(tmp_path, name, value, reason):
   [
     ("attention_bias", True),
     ("hidden_act", "gelu"),
-    ("scoring_func", "tanh"),
-    ("topk_method", "noaux"),
     ("moe_layer_freq", 2),
     ("hidden_size", 0),
     ("hidden_size", 32.0),
@@ -273,10 +272,49 @@ def test_v2_does_not_norm(tmp_path):
   config_refused(tmp_path, document, "rope_interleave", "knows only true")
 
 
-def test_softmax_and_pairs_in_halves_are_supported(tmp_path):
-  document = kimi() | {"scoring_func": "softmax", "rope_interleave": False}
-  got = read(tmp_path, document).model
-  assert got.scoring_func == "softmax" and not got.rope_interleave
+@pytest.mark.parametrize(
+  ("name", "changes", "field"),
+  [
+    ("v2_lite", {"scoring_func": "sigmoid"}, "scoring_func"),
+    ("v2_lite", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("kimi", {"scoring_func": "softmax"}, "scoring_func"),
+    ("kimi", {"scoring_func": "softmax", "topk_method": "greedy"}, "scoring_func"),
+    ("kimi", {"scoring_func": "tanh"}, "scoring_func"),
+    ("kimi", {"topk_method": "noaux"}, "topk_method"),
+    ("kimi", {"topk_method": ["noaux_tc"]}, "topk_method"),
+  ],
+)
+def test_routing_that_no_code_has(tmp_path, name, changes, field):
+  document = hub_config(family(name)) | changes
+  config_refused(tmp_path, document, field, "is not supported with deepseek_v")
+  kind = "deepseek_v2" if name == "v2_lite" else "kimi_k2"
+  if name == "kimi":
+    config_refused(tmp_path, document | {"model_type": kind}, field, f"with {kind}")
+
+
+def test_a_router_without_a_bias_is_supported(tmp_path):
+  document = kimi() | {"topk_method": "greedy"}
+  assert read(tmp_path, document).model == family("kimi", topk_method="greedy")
+
+
+def test_pairs_in_halves_are_supported(tmp_path):
+  assert not read(tmp_path, kimi() | {"rope_interleave": False}).model.rope_interleave
+
+
+@pytest.mark.parametrize(
+  "name", ["rms_norm_eps", "rope_theta", "routed_scaling_factor"]
+)
+def test_numbers_that_are_not_finite(tmp_path, name):
+  """JSON has no infinity, but numbers that become one."""
+  text = json.dumps(kimi() | {name: "?"})
+  for number in ("1e999", "-1e999"):
+    (tmp_path / "config.json").write_text(text.replace('"?"', number))
+    with pytest.raises(CheckpointError, match=f"{name}: .*inf is not a number"):
+      read_config(tmp_path)
+  for number in ("1e39", "0", "-3"):  # The first is none of float32.
+    (tmp_path / "config.json").write_text(text.replace('"?"', number))
+    with pytest.raises(CheckpointError, match=f"{name} = .*is not allowed"):
+      read_config(tmp_path)
 
 
 # Stop tokens.

@@ -247,6 +247,8 @@ def test_causal_flag_and_export(tmp_path):
     ({"use_sliding_window": True, "max_window_layers": 2}, "ff", None),
     ({"use_sliding_window": True, "max_window_layers": 1}, "fs", 5),
     ({"use_sliding_window": True, "max_window_layers": 0}, "ss", 5),
+    ({"use_sliding_window": True, "max_window_layers": -1}, "ss", 5),
+    ({"use_sliding_window": True, "max_window_layers": 10**30}, "ff", None),
   ],
 )
 def test_layers_without_layer_types_are_those_of_qwen3(fields, kinds, window):
@@ -343,6 +345,9 @@ def test_layer_types_are_needed_where_nothing_else_says_them():
     ("hidden_size", 0, "hidden_size"),
     ("num_key_value_heads", 3, "num_key_value_heads"),
     ("rms_norm_eps", 0, "rms_norm_eps"),
+    ("rms_norm_eps", float("inf"), "rms_norm_eps"),
+    ("rms_norm_eps", 10**400, "rms_norm_eps"),
+    ("rope_theta", 1e39, "rope_theta"),
     ("rope_theta", None, "rope_theta"),
     ("rope_scaling.type", "linear", "linear"),
     ("rope_scaling.rope_type", "default", "rope_type"),
