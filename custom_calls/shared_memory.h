@@ -9,6 +9,9 @@ namespace kdtree_jax {
 // What a block may have on sm_120, static and dynamic together. sm_90 has 227 KB.
 constexpr int kMostSharedMemory = 99 * 1024;
 
+// What a block of a kernel for sm_90a alone may have.
+constexpr int kMostSharedMemoryOfHopper = 227 * 1024;
+
 // A list of all kernels with dynamic shared memory, made when the library is loaded.
 struct DynamicSharedMemory {
   DynamicSharedMemory(const char* kernel, int bytes)
@@ -30,6 +33,11 @@ struct DynamicSharedMemory {
 // dynamic part alone; the sum with the static part is checked in binary_test.py.
 #define KDT_DYNAMIC_SHARED_MEMORY(kernel, most_bytes)                       \
   static_assert((most_bytes) <= kMostSharedMemory, "more than sm_120 has"); \
+  static const DynamicSharedMemory shared_memory_of_##kernel(#kernel, most_bytes)
+
+// The same for a kernel for sm_90a alone, which is empty on others.
+#define KDT_HOPPER_SHARED_MEMORY(kernel, most_bytes)                              \
+  static_assert((most_bytes) <= kMostSharedMemoryOfHopper, "more than sm_90 has"); \
   static const DynamicSharedMemory shared_memory_of_##kernel(#kernel, most_bytes)
 
 #endif  // KDTREE_JAX_SHARED_MEMORY_H_

@@ -9,15 +9,14 @@
 namespace kdtree_jax {
 namespace {
 
-ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer cache,
-                         ffi::AnyBuffer tree_keys, ffi::BufferR3<ffi::S32> ancestors,
-                         ffi::BufferR2<ffi::S32> depths,
-                         ffi::BufferR1<ffi::S32> lengths,
-                         ffi::Result<ffi::AnyBuffer> out,
-                         ffi::ResultBufferR4<ffi::F32> accumulators,
-                         ffi::ResultBufferR3<ffi::F32> maxima,
-                         ffi::ResultBufferR3<ffi::F32> sums, int64_t layer,
-                         int64_t chunk, int64_t rows_per_block, double scale) {
+ffi::Error TreeAttention(
+    cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer cache,
+    ffi::AnyBuffer tree_keys, ffi::BufferR3<ffi::S32> ancestors,
+    ffi::BufferR2<ffi::S32> depths, ffi::BufferR1<ffi::S32> lengths,
+    ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR4<ffi::F32> accumulators,
+    ffi::ResultBufferR3<ffi::F32> maxima, ffi::ResultBufferR3<ffi::F32> sums,
+    int64_t layer, int64_t chunk, int64_t chunk_on_hopper, int64_t kernel,
+    int64_t rows_per_block, int64_t blocks_per_item, double scale) {
   static constexpr char kName[] = "tree_attention";
   const auto refuse = [](const std::string& what) { return BadArgument(kName, what); };
   const ffi::DataType dtype = q.element_type();
@@ -34,19 +33,19 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   const int64_t W = q.dimensions()[3], R = out->dimensions()[3];
   const int64_t layers = cache.dimensions()[0], S = cache.dimensions()[2];
   const int64_t A = ancestors.dimensions()[2], C = maxima->dimensions()[2];
-  if (auto e = FirstOf({CheckShapes(kName, {{"cache", cache, {layers, B, S, W}},
-                                            {"tree_keys", tree_keys, {B, N, W}},
-                                            {"ancestors", ancestors, {B, N, A}},
-                                            {"depths", depths, {B, N}},
-                                            {"lengths", lengths, {B}},
-                                            {"out", *out, {B, N, H, R}},
-                                            {"accumulators", *accumulators,
-                                             {B, N * H, C, R}},
-                                            {"maxima", *maxima, {B, N * H, C}},
-                                            {"sums", *sums, {B, N * H, C}}}),
-                        CheckType(kName, "cache", cache, dtype),
-                        CheckType(kName, "tree_keys", tree_keys, dtype),
-                        CheckType(kName, "out", *out, dtype)});
+  if (auto e = FirstOf(
+          {CheckShapes(kName, {{"cache", cache, {layers, B, S, W}},
+                               {"tree_keys", tree_keys, {B, N, W}},
+                               {"ancestors", ancestors, {B, N, A}},
+                               {"depths", depths, {B, N}},
+                               {"lengths", lengths, {B}},
+                               {"out", *out, {B, N, H, R}},
+                               {"accumulators", *accumulators, {B, N * H, C, R}},
+                               {"maxima", *maxima, {B, N * H, C}},
+                               {"sums", *sums, {B, N * H, C}}}),
+           CheckType(kName, "cache", cache, dtype),
+           CheckType(kName, "tree_keys", tree_keys, dtype),
+           CheckType(kName, "out", *out, dtype)});
       e.failure()) {
     return e;
   }
@@ -65,8 +64,9 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   }
   // The kernels count these in ints.
   if (N * H > INT32_MAX || N * A > INT32_MAX / std::max<int64_t>(B, 1)) {
-    return refuse("q or ancestors is too large: N * H and B * N * A must be less than "
-                  "2^31");
+    return refuse(
+        "q or ancestors is too large: N * H and B * N * A must be less than "
+        "2^31");
   }
   if (layer < 0 || layer >= layers) {
     return refuse("layer " + std::to_string(layer) + " is none of the cache's " +
@@ -80,6 +80,20 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
     return refuse("chunk " + std::to_string(chunk) +
                   " is not allowed: it must be a multiple of 16, at most " +
                   std::to_string(kTreeAttentionMaxChunk));
+  }
+  if (chunk_on_hopper < chunk || chunk_on_hopper % 16 != 0 ||
+      chunk_on_hopper > kTreeAttentionMaxChunk) {
+    return refuse("chunk_on_hopper " + std::to_string(chunk_on_hopper) +
+                  " is not allowed: it must be a multiple of 16, at least chunk " +
+                  std::to_string(chunk) + " and at most " +
+                  std::to_string(kTreeAttentionMaxChunk));
+  }
+  if (kernel < 0 || kernel > static_cast<int>(TreeAttentionKernel::kHopper)) {
+    return refuse("kernel must be 0 (auto), 1 (portable) or 2 (hopper)");
+  }
+  if (blocks_per_item != 0 && blocks_per_item != 1 && blocks_per_item != 4 &&
+      blocks_per_item != 8) {
+    return refuse("blocks_per_item must be 0, 1, 4 or 8");
   }
   if (C > kTreeAttentionMaxChunks) {
     return refuse("maxima has " + std::to_string(C) + " chunks; at most " +
@@ -102,7 +116,10 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   args.max_ancestors = static_cast<int>(A);
   args.chunk = static_cast<int>(chunk);
   args.chunks = static_cast<int>(C);
+  args.chunk_on_hopper = static_cast<int>(chunk_on_hopper);
+  args.kernel = static_cast<TreeAttentionKernel>(kernel);
   args.rows_per_block = static_cast<int>(rows_per_block);
+  args.blocks_per_item = static_cast<int>(blocks_per_item);
   args.scale = static_cast<float>(scale);
   const size_t element_bytes = args.element == Element::kFloat32 ? 4 : 2;
   const size_t layer_bytes = element_bytes * B * S * W;
@@ -117,10 +134,16 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
   args.accumulators = accumulators->typed_data();
   args.maxima = maxima->typed_data();
   args.sums = sums->typed_data();
+  if (args.kernel == TreeAttentionKernel::kHopper && !TreeAttentionHopperTakes(args)) {
+    return refuse(
+        "the kernel for Hopper takes bfloat16, W = 576, R = 512 and a positive "
+        "scale only");
+  }
   if (TreeAttentionMmaSupports(args)) {
-    for (const auto& [name, keys] : {std::pair{"cache", args.cache},
-                                     std::pair{"tree_keys", args.tree_keys}}) {
-      if (reinterpret_cast<uintptr_t>(keys) % 16 != 0) {
+    for (const auto& [name, data] :
+         {std::pair{"q", args.q}, std::pair{"cache", args.cache},
+          std::pair{"tree_keys", args.tree_keys}}) {
+      if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
         return refuse(std::string(name) + " must lie on a multiple of 16 bytes");
       }
     }
@@ -132,19 +155,22 @@ ffi::Error TreeAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer c
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KdtreeTreeAttention, TreeAttention,
                               Bind()
-                                  .Arg<ffi::AnyBuffer>()             // q
-                                  .Arg<ffi::AnyBuffer>()             // cache
-                                  .Arg<ffi::AnyBuffer>()             // tree_keys
-                                  .Arg<ffi::BufferR3<ffi::S32>>()    // ancestors
-                                  .Arg<ffi::BufferR2<ffi::S32>>()    // depths
-                                  .Arg<ffi::BufferR1<ffi::S32>>()    // lengths
-                                  .Ret<ffi::AnyBuffer>()             // out
-                                  .Ret<ffi::BufferR4<ffi::F32>>()    // accumulators
-                                  .Ret<ffi::BufferR3<ffi::F32>>()    // maxima
-                                  .Ret<ffi::BufferR3<ffi::F32>>()    // sums
+                                  .Arg<ffi::AnyBuffer>()           // q
+                                  .Arg<ffi::AnyBuffer>()           // cache
+                                  .Arg<ffi::AnyBuffer>()           // tree_keys
+                                  .Arg<ffi::BufferR3<ffi::S32>>()  // ancestors
+                                  .Arg<ffi::BufferR2<ffi::S32>>()  // depths
+                                  .Arg<ffi::BufferR1<ffi::S32>>()  // lengths
+                                  .Ret<ffi::AnyBuffer>()           // out
+                                  .Ret<ffi::BufferR4<ffi::F32>>()  // accumulators
+                                  .Ret<ffi::BufferR3<ffi::F32>>()  // maxima
+                                  .Ret<ffi::BufferR3<ffi::F32>>()  // sums
                                   .Attr<int64_t>("layer")
                                   .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("chunk_on_hopper")
+                                  .Attr<int64_t>("kernel")
                                   .Attr<int64_t>("rows_per_block")
+                                  .Attr<int64_t>("blocks_per_item")
                                   .Attr<double>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});
 

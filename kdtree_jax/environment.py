@@ -126,8 +126,10 @@ def _library() -> Iterator[tuple[str, str]]:
 
 def _operations() -> Iterator[tuple[str, str]]:
   """Each op with the form that "auto" takes here, then what keeps ops from CUDA."""
+  import jax
+
   from kdtree_jax import ops
-  from kdtree_jax.ops import _implementation
+  from kdtree_jax.ops import _implementation, _tree_attention_cuda
 
   reasons: dict[tuple[str, str], list[str]] = {}
   public = {
@@ -141,6 +143,8 @@ def _operations() -> Iterator[tuple[str, str]]:
     yield f"op {op}", form
     if reason is not None:
       reasons.setdefault((form, reason), []).append(op)
+    elif op == "tree_attention" and form == "cuda":
+      yield f"kernel of {op}", _tree_attention_cuda.describe_kernel(jax.devices()[0])
   for (form, reason), names in reasons.items():
     yield f"why {form}", f"{', '.join(names)}: {reason}"
 

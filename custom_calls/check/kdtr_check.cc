@@ -14,7 +14,7 @@ namespace {
 
 constexpr char kHelp[] =
     R"(usage: kdtr_check [--time] [--op=NAME] [--case=I] [--repeats=N] [--guard_bytes=N]
-                  FILE...
+                  [--attention=KERNEL] FILE...
        kdtr_check --dry_run [--op=NAME] [--case=I] FILE...
        kdtr_check --list [--quiet] FILE...
 
@@ -30,6 +30,9 @@ Runs the CUDA kernels on the golden cases of KDTR files, which
   --guard_bytes=N  guard bytes before and behind every buffer (default 256). 0 gives
                    each buffer an allocation of its exact size, in which
                    compute-sanitizer also finds reads out of bounds
+  --attention=KERNEL
+                   run cases of tree_attention on its kernel KERNEL, portable or hopper
+                   (sm_90a), where that takes them
   --dry_run        read and check the cases, launch nothing; needs no GPU
   --list           check the files and print their tensor tables; needs no GPU
   --quiet          with --list: only one line per file
@@ -83,6 +86,8 @@ std::string Parse(int argc, char** argv, Arguments* arguments) {
       options.dry_run = true;
     } else if (TakeValue(argument, "--op=", &value)) {
       options.op = value;
+    } else if (TakeValue(argument, "--attention=", &value)) {
+      options.attention = value;
     } else if (TakeValue(argument, "--case=", &value)) {
       if (!ParseCount(value, &options.only)) {
         return argument + ": must be the number of a case";

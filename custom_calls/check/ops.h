@@ -37,6 +37,10 @@ Launch SetUpTokenLogProbs(CaseSetup& setup);
 Launch SetUpTreeAncestors(CaseSetup& setup);
 Launch SetUpTreeAttention(CaseSetup& setup);
 
+// Chooses the kernel of the cases set up from now on, where it takes them: "portable",
+// "hopper", or "" for the one that the op chooses. False for another name.
+bool ChooseAttentionKernel(const std::string& name);
+
 // Null for an op that is not in the table.
 SetUp FindOp(const std::string& name);
 

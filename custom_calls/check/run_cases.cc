@@ -193,6 +193,11 @@ int RunCases(const std::vector<std::string>& paths, const CheckOptions& options)
                  options.op.c_str(), OpNames().c_str());
     return 2;
   }
+  if (!ChooseAttentionKernel(options.attention)) {
+    std::fprintf(stderr, "kdtr_check: --attention=%s: must be portable or hopper\n",
+                 options.attention.c_str());
+    return 2;
+  }
   if (!options.dry_run && !FindDevice()) return 2;
   Totals totals;
   bool refused = false;

@@ -16,6 +16,7 @@ struct CheckOptions {
   int64_t only = -1;          // only the case of this number, where not negative
   int64_t repeats = 1;        // replays of the graph, times two
   int64_t guard_bytes = 256;  // on either side of every buffer
+  std::string attention;      // kernel of tree_attention where it takes a case, or empty
 };
 
 // Prints one line per case. Returns the exit status: 0 where all are right, 1 where one

@@ -1,8 +1,24 @@
 #include "tree_attention.h"
 
+#include <string>
+
 #include "ops.h"
 
 namespace kdtree_jax {
+
+namespace {
+
+TreeAttentionKernel chosen = TreeAttentionKernel::kAuto;
+
+}  // namespace
+
+bool ChooseAttentionKernel(const std::string& name) {
+  if (name.empty()) return true;
+  if (name != "portable" && name != "hopper") return false;
+  chosen =
+      name == "hopper" ? TreeAttentionKernel::kHopper : TreeAttentionKernel::kPortable;
+  return true;
+}
 
 Launch SetUpTreeAttention(CaseSetup& setup) {
   TreeAttentionArgs args{};
@@ -15,6 +31,8 @@ Launch SetUpTreeAttention(CaseSetup& setup) {
   args.value_dim = static_cast<int>(setup.Integer("value_dim", 1, args.width));
   args.chunk = static_cast<int>(setup.Integer("chunk", 16, 1 << 20));
   if (args.chunk % 16 != 0) setup.Refuse("attribute chunk", "is no multiple of 16");
+  // Golden files have one chunk for both kernels.
+  args.chunk_on_hopper = args.chunk;
   const int64_t positions = int64_t{args.capacity} + args.max_ancestors;
   args.chunks = static_cast<int>((positions + args.chunk - 1) / args.chunk);
   args.scale = static_cast<float>(setup.Number("scale"));
@@ -37,6 +55,9 @@ Launch SetUpTreeAttention(CaseSetup& setup) {
       static_cast<float*>(setup.Workspace("accumulators", 4 * partials * R));
   args.maxima = static_cast<float*>(setup.Workspace("maxima", 4 * partials));
   args.sums = static_cast<float*>(setup.Workspace("sums", 4 * partials));
+  if (chosen != TreeAttentionKernel::kHopper || TreeAttentionHopperTakes(args)) {
+    args.kernel = chosen;
+  }
   return [args](cudaStream_t stream) { return LaunchTreeAttention(stream, args); };
 }
 

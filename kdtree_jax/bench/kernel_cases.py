@@ -75,12 +75,13 @@ def tree_attention(
   rope: int = 64,
   dtype: jnp.dtype = BF16,
   max_positions: int | None = None,
+  kernel: str = "portable",
   **fields: Any,
 ) -> Case:
   """Nodes of a random tree behind a full cache of `context` positions, one layer.
 
   `max_positions` is the model's longest context, which the CUDA form's chunk follows;
-  `context` where None.
+  `context` where None. `kernel` is the CUDA form's.
   """
   width = latent + rope
   parents, depths = random_tree(nodes, seed=nodes)
@@ -111,15 +112,22 @@ def tree_attention(
       scale=width**-0.5,
       value_dim=latent,
       max_positions=max_positions,
+      kernel=kernel,
       implementation=implementation,
     )
 
-  chunk = _tree_attention_cuda.default_chunk(max_positions or context)
+  hopper = kernel == "hopper"
+  chunk = (
+    _tree_attention_cuda.default_chunk_on_hopper
+    if hopper
+    else _tree_attention_cuda.default_chunk
+  )(max_positions or context)
   seen = nodes * (context + 1) + int(depths.sum())
   values = context * width + nodes * width + nodes * heads * (width + latent)
   return Case(
     op="tree_attention",
-    shape=f"{_count(nodes, 'row')}, {context // 1024}k, {heads} heads, chunk {chunk}",
+    shape=f"{_count(nodes, 'row')}, {context // 1024}k, {heads} heads, "
+    f"{'hopper, ' * hopper}chunk {chunk}",
     inputs=inputs,
     call=call,
     link=_link_last,
@@ -450,6 +458,8 @@ def standard() -> list[Case]:
   k = 1024
   short: dict[str, Any] = {"repeats": SHORT_REPEATS}
   small: dict[str, Any] = {"calls": 32, "xla_calls": 32, "sets": 8, **short}
+  # The kernel for sm_90a alone; elsewhere these rows say that it cannot run.
+  hopper: dict[str, Any] = {"kernel": "hopper", "no_xla": "as with the portable kernel"}
   return [
     tree_attention(1, 32 * k, bar_us=40, calls=20, sets=20),
     tree_attention(1, 128 * k, bar_us=65),
@@ -459,6 +469,11 @@ def standard() -> list[Case]:
     tree_attention(1, 32 * k, max_positions=256 * k, bar_us=40, calls=20, sets=20),
     tree_attention(64, 32 * k, max_positions=256 * k, bar_us=1000, hopper_bar_us=450),
     tree_attention(64, 128 * k, bar_us=4000, hopper_bar_us=1830, calls=5, xla_calls=2),
+    tree_attention(1, 32 * k, bar_us=40, calls=20, sets=20, **hopper),
+    tree_attention(1, 128 * k, bar_us=65, **hopper),
+    tree_attention(16, 32 * k, bar_us=129, **hopper),
+    tree_attention(64, 32 * k, bar_us=450, **hopper),
+    tree_attention(64, 128 * k, bar_us=1830, calls=5, **hopper),
     build_tree(bar_us=60, calls=16, sets=16, xla_calls=8),
     accept_tree(bar_us=10, **small),
     best_token(**short),

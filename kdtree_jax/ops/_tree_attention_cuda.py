@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from kdtree_jax.ops import _library
 
 MAX_NODES = 128
 MAX_ANCESTORS = 129  # a root and 128 drafts
@@ -14,6 +18,18 @@ MAX_CHUNK = 2**20
 MAX_BATCH = 65535
 MAX_CHUNKS = 65535
 MAX_POSITIONS = 2**31 - 1
+
+
+# Which kernel runs, as the custom call takes it; see `custom_calls/tree_attention.h`.
+KERNELS = ("auto", "portable", "hopper")
+# Whether "auto" takes the kernel for Hopper on a GPU that it is for, where its blocks
+# of 64 heads are full. All widths of a model must use one kernel; this one is much
+# faster at many rows, but slower at one row and 128k positions: see docs/kernels.md.
+AUTO_TAKES_HOPPER = False
+# The shape that the kernel for Hopper is compiled for.
+HOPPER_WIDTH = 576
+HOPPER_VALUE_DIM = 512
+HOPPER_HEADS = 64
 
 
 def default_chunk(positions: int) -> int:
@@ -29,6 +45,74 @@ def default_chunk(positions: int) -> int:
   """
   power = 1 << max(positions // 64, 1).bit_length() - 1
   return max(128, min(1024, power))
+
+
+def default_chunk_on_hopper(positions: int) -> int:
+  """The same for the kernel for Hopper, whose blocks share a chunk where rows are few.
+
+  An 8th of the positions, rounded down to a power of two, but 512 at least and 4,096 at
+  most.
+
+  Args:
+    positions: the most that a cache may have, at least 1.
+  """
+  power = 1 << max(positions // 8, 1).bit_length() - 1
+  return max(512, min(4096, power))
+
+
+def kernel_obstacle(dtype: Any, width: int, value_dim: int, scale: float) -> str | None:
+  """What keeps the kernel for Hopper from these arguments, or None."""
+  if dtype != jnp.bfloat16:
+    return f"it takes bfloat16; q, cache and tree_keys are {dtype}"
+  if (width, value_dim) != (HOPPER_WIDTH, HOPPER_VALUE_DIM):
+    return (
+      f"it takes W = {HOPPER_WIDTH} and value_dim = {HOPPER_VALUE_DIM}; they are "
+      f"{width} and {value_dim}"
+    )
+  if not 0 < scale <= 1e30:
+    return f"it takes scales above 0, up to 1e30; scale = {scale}"
+  return None
+
+
+def kernel_on(
+  device: jax.Device,
+  *,
+  dtype: Any = jnp.bfloat16,
+  heads: int = HOPPER_HEADS,
+  width: int = HOPPER_WIDTH,
+  value_dim: int = HOPPER_VALUE_DIM,
+  scale: float = 1.0,
+) -> str:
+  """Which kernel "auto" runs on a GPU for these arguments: "portable" or "hopper".
+
+  The two are exact each, but their bits differ.
+
+  Args:
+    device: a GPU that the library has code for.
+    dtype, heads, width, value_dim, scale: of the call; those of Kimi where not given.
+  """
+  if not AUTO_TAKES_HOPPER or heads % HOPPER_HEADS:
+    return "portable"
+  if kernel_obstacle(dtype, width, value_dim, scale) or not runs_hopper(device):
+    return "portable"
+  return "hopper"
+
+
+def runs_hopper(device: jax.Device) -> bool:
+  """Whether a GPU can run the kernel for Hopper: its kind, and the library's code."""
+  capability = str(getattr(device, "compute_capability", ""))
+  has_code = "sm_90a" in _library.build_info().architectures
+  return capability.startswith("9.") and has_code
+
+
+def describe_kernel(device: jax.Device) -> str:
+  """What "auto" runs on a GPU, in words."""
+  if kernel_on(device) == "portable":
+    return "portable"
+  return (
+    f"hopper for bfloat16, W = {HOPPER_WIDTH}, value_dim = {HOPPER_VALUE_DIM}, heads "
+    f"in multiples of {HOPPER_HEADS}; portable for the rest"
+  )
 
 
 def obstacle(
@@ -86,12 +170,17 @@ def attend(
   value_dim: int,
   layer: int,
   chunk: int,
+  chunk_on_hopper: int,
+  kernel: str = "auto",
   rows_per_block: int = 0,
+  blocks_per_item: int = 0,
 ) -> jax.Array:
   """As `tree_attention`, with the cache [layers, B, S, W] and all arguments checked.
 
-  `rows_per_block`, 16, 32, 64 or 0 for the launcher's choice, is for tests: no bit
-  of the result depends on it.
+  `chunk_on_hopper` is the chunk of the kernel for Hopper, at least `chunk`.
+  `rows_per_block` (portable kernel) 16, 32, 64, and `blocks_per_item` (Hopper) 1, 4,
+  8, or 0 for the launcher's choice, are for tests: no bit of the result depends on
+  them.
   """
   B, N, H, _ = q.shape
   chunks = _chunks(cache.shape[2], ancestors.shape[2], chunk)
@@ -119,7 +208,12 @@ def attend(
     lengths,
     layer=int(layer),
     chunk=int(chunk),
+    chunk_on_hopper=int(chunk_on_hopper),
+    kernel=KERNELS.index(
+      kernel if AUTO_TAKES_HOPPER or kernel != "auto" else "portable"
+    ),
     rows_per_block=int(rows_per_block),
+    blocks_per_item=int(blocks_per_item),
     scale=float(scale),
   )
   return out

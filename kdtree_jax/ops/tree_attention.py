@@ -42,6 +42,7 @@ def tree_attention(
   layer: int | None = None,
   chunk: int | None = None,
   max_positions: int | None = None,
+  kernel: str = "auto",
   implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention over keys in absolute position order.
@@ -67,10 +68,16 @@ def tree_attention(
       copied as a whole before the loop over its chunks.
     chunk: positions per chunk, the same in every program whose bits are
       compared. None leaves it to the form: `CHUNK` for XLA, and for CUDA a
-      function of `max_positions` (`_tree_attention_cuda.default_chunk`).
+      function of `max_positions`, another for each kernel
+      (`_tree_attention_cuda.default_chunk`, `default_chunk_on_hopper`).
     max_positions: positions that any cache of this model may have; S where None. A
       model gives its own limit, so that the CUDA form's bits do not depend on how
       large a cache was made.
+    kernel: of the CUDA form: "portable", "hopper", or "auto", which is portable unless
+      `_tree_attention_cuda.AUTO_TAKES_HOPPER`. The kernel for Hopper needs a GPU of
+      compute capability 9.x, bfloat16, W = 576, value_dim = 512 and a positive scale.
+      Each kernel is exact in itself, but their bits differ. `print_environment` says
+      which "auto" is.
     implementation: "auto", "xla" or "cuda". The CUDA form takes float32 and
       bfloat16, at most 128 nodes, 129 depths and W = 576, and chunks of a multiple
       of 16; and at most 65,535 sequences, 65,535 chunks and chunks of 2^20. What goes
@@ -99,10 +106,21 @@ def tree_attention(
   for name, value in (("chunk", chunk), ("max_positions", max_positions)):
     if value is not None and value < 1:
       raise ValueError(f"{name} = {value} must be at least 1")
+  if kernel not in _tree_attention_cuda.KERNELS:
+    raise ValueError(
+      f"kernel = {kernel!r} must be one of {', '.join(_tree_attention_cuda.KERNELS)}"
+    )
   capacity = cache.shape[-2]
-  cuda_chunk = chunk
+  cuda_chunk = chunk_on_hopper = chunk
   if cuda_chunk is None:
     cuda_chunk = _tree_attention_cuda.default_chunk(max_positions or capacity)
+    chunk_on_hopper = _tree_attention_cuda.default_chunk_on_hopper(
+      max_positions or capacity
+    )
+  if kernel == "hopper" and (
+    what := _tree_attention_cuda.kernel_obstacle(q.dtype, q.shape[-1], value_dim, scale)
+  ):
+    raise ValueError(f"kernel = 'hopper' cannot run: {what}")
   implementation = _implementation.within_limits(
     "tree_attention",
     implementation,
@@ -125,6 +143,8 @@ def tree_attention(
       _tree_attention_cuda.attend,
       **settings,
       chunk=cuda_chunk,
+      chunk_on_hopper=chunk_on_hopper,
+      kernel=kernel,
     ),
     functools.partial(_tree_attention_xla.attend, **settings, chunk=xla_chunk),
     q,

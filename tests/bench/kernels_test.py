@@ -50,15 +50,24 @@ def test_the_table_has_the_rows_and_bars_of_the_document():
   assert bars[("tree_attention", "1 row, 32k, 64 heads, chunk 1024")] == (40, None)
   assert bars[("tree_attention", "64 rows, 32k, 64 heads, chunk 1024")] == (1000, 450)
   assert bars[("tree_attention", "64 rows, 128k, 64 heads, chunk 1024")] == (4000, 1830)
+  for context, rows, bar in (
+    (32, "1 row", 40),
+    (128, "1 row", 65),
+    (32, "16 rows", 129),
+    (32, "64 rows", 450),
+    (128, "64 rows", 1830),
+  ):
+    shape = f"{rows}, {context}k, 64 heads, hopper, chunk 4096"
+    assert bars[("tree_attention", shape)] == (bar, None)
   assert bars[("build_tree", "[1, 15, 163840] fp32, budget 64")] == (60, None)
   assert bars[("accept_tree", "64 nodes, greedy")] == (10, None)
   assert bars[("compact", "61 layers, 16 accepted, batch 8")] == (None, None)
   assert len(bars) == len(cases)
   # What the floors of docs/kernels.md come from: 4.3 TB/s and 760 TFLOP/s.
   hopper = Ceilings(4.3e12, 760e12, 0)
-  floors = [hopper.floor_us(c.bytes_moved, c.flops) for c in cases[:8]]
+  floors = [hopper.floor_us(c.bytes_moved, c.flops) for c in cases[:13]]
   # Within 6 %: those of three lines of products were made with a slightly higher rate.
-  want = [9, 35, 91, 366, 9, 366, 1461, 2.3]
+  want = [9, 35, 91, 366, 9, 366, 1461, 9, 35, 91, 366, 1461, 2.3]
   np.testing.assert_allclose(floors, want, rtol=0.06)
 
 
@@ -66,8 +75,11 @@ def test_the_chunk_of_a_row_is_the_one_that_its_call_takes():
   need_library()
   for case in kernel_cases.standard():
     if case.op == "tree_attention":
-      (chunk,) = re.findall(r"chunk (\d+)$", case.shape)
-      assert f"chunk = {chunk} : i64" in lowered(case), case.shape
+      kernel, chunk = re.findall(r"heads,( hopper,)? chunk (\d+)$", case.shape)[0]
+      text = lowered(case)
+      name = "chunk_on_hopper" if kernel else "chunk"
+      assert f" {name} = {chunk} : i64" in text, case.shape
+      assert f"kernel = {2 if kernel else 1} : i64" in text, case.shape
 
 
 def test_bytes_and_operations_are_counted():

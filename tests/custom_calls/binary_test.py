@@ -25,6 +25,11 @@ ARCHITECTURES = ("sm_90a", "sm_120")
 # Of a block of either architecture, static and dynamic, with the 1 KB that the system
 # takes: 99 KB + 1 KB, all that an SM of sm_120 has.
 MOST_SHARED_MEMORY = 100 * 1024
+# Kernels for sm_90a alone, which are empty on others. A block there may have 227 KB,
+# and their copying threads, left with 24 registers, may spill some addresses.
+HOPPER = {"TreeAttentionHopperKernel", "TreeAttentionHopperSplitKernel"}
+MOST_SHARED_MEMORY_OF_HOPPER = 228 * 1024
+MOST_STACK_OF_HOPPER = 80
 # Bytes of stack of a thread. 40 are what CUDA's sin and cos of huge doubles need; a
 # few registers' worth of spilled values is no matter.
 MOST_STACK = 64
@@ -123,8 +128,15 @@ def test_no_kernel_takes_more_than_there_is() -> None:
   for kernel in kernels():
     assert kernel.registers <= 255, kernel
     assert kernel.local == 0, kernel
-    assert kernel.stack <= MOST_STACK, kernel
-    assert kernel.shared + dynamic.get(kernel.name, 0) <= MOST_SHARED_MEMORY, kernel
+    shared = kernel.shared + dynamic.get(kernel.name, 0)
+    if kernel.name in HOPPER:
+      assert kernel.stack <= MOST_STACK_OF_HOPPER, kernel
+      assert shared <= MOST_SHARED_MEMORY_OF_HOPPER, kernel
+      # This is how the launcher tells whether the code is there.
+      assert (kernel.registers > 64) == (kernel.architecture == "sm_90a"), kernel
+    else:
+      assert kernel.stack <= MOST_STACK, kernel
+      assert shared <= MOST_SHARED_MEMORY, kernel
 
 
 def test_code_for_sm_120_has_no_instruction_of_another_family() -> None:
@@ -143,6 +155,6 @@ def test_dynamic_shared_memory_is_declared() -> None:
   assert set(declared) <= {kernel.name for kernel in kernels()}
   for source in SOURCES.glob("*.cu"):
     text = source.read_text()
-    names = re.findall(r"KDT_DYNAMIC_SHARED_MEMORY\((\w+),", text)
+    names = re.findall(r"KDT_(?:DYNAMIC|HOPPER)_SHARED_MEMORY\((\w+),", text)
     assert len(names) == text.count("extern __shared__"), source.name
     assert set(names) <= set(declared), source.name

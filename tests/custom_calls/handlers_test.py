@@ -194,6 +194,16 @@ def test_what_is_updated_in_place_must_be_one_buffer(case: str) -> None:
     ("tree_attention", {"chunk": 2**20 + 16}, "chunk 1048592 is not"),
     ("tree_attention", {"chunk": 2**32}, "chunk 4294967296 is not"),
     ("tree_attention", {"chunk": 64}, "maxima has 1 chunks of 64 positions, too few"),
+    (
+      "tree_attention",
+      {"chunk_on_hopper": 112},
+      "chunk_on_hopper 112 is not .* least chunk",
+    ),
+    ("tree_attention", {"chunk_on_hopper": 136}, "chunk_on_hopper 136 is not"),
+    ("tree_attention", {"kernel": 3}, "kernel must be 0 .auto., 1 .portable. or 2"),
+    ("tree_attention", {"kernel": -1}, "kernel must be 0"),
+    ("tree_attention", {"kernel": 2}, "the kernel for Hopper takes bfloat16, W = 576"),
+    ("tree_attention", {"blocks_per_item": 2}, "blocks_per_item must be 0, 1, 4 or"),
     ("tree_attention", {"rows_per_block": 8}, "rows_per_block must be 0, 16, 32 or"),
   ],
 )
@@ -353,7 +363,7 @@ def test_experts_have_one_dtype() -> None:
 
 def test_more_positions_than_an_int_holds_are_refused() -> None:
   call = recorded("tree_attention")
-  attributes = call.attributes | {"chunk": 2**20}
+  attributes = call.attributes | {"chunk": 2**20, "chunk_on_hopper": 2**20}
   for C, says in ((2047, ""), (2048, "more than 2.31 - 1 positions")):
     wide = with_sizes(call, **chunks(C))
     error = dataclasses.replace(wide, attributes=attributes).error()

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kdtree_jax import ops, reference
+from kdtree_jax.ops import _tree_attention_cuda
 from tests.tree.random_trees import random_tree
 
 S = 384
@@ -20,7 +22,7 @@ U = 2.0**-24
 
 attend = jax.jit(
   functools.partial(ops.tree_attention, implementation="cuda"),
-  static_argnames=("scale", "value_dim", "chunk", "layer"),
+  static_argnames=("scale", "value_dim", "chunk", "layer", "kernel"),
 )
 
 
@@ -37,18 +39,37 @@ class Case:
   value_dim: int
   scale: float
   chunk: int = CHUNK
+  kernel: str = "portable"
 
   def arrays(self, **changes: np.ndarray) -> dict[str, np.ndarray]:
     names = [f.name for f in dataclasses.fields(self)][:6]
     return {name: getattr(self, name) for name in names} | changes
 
   def run(self, **changes: np.ndarray) -> np.ndarray:
-    settings = {"value_dim": self.value_dim, "scale": self.scale, "chunk": self.chunk}
-    return np.asarray(attend(**self.arrays(**changes), **settings))
+    return np.asarray(attend(**self.arrays(**changes), **self.settings()))
+
+  def settings(self) -> dict[str, Any]:
+    return {
+      "value_dim": self.value_dim,
+      "scale": self.scale,
+      "chunk": self.chunk,
+      "kernel": self.kernel,
+    }
 
 
 def as_dtype(x: np.ndarray, dtype: str) -> np.ndarray:
-  return x.astype(jnp.dtype(dtype))
+  return x.astype(jnp.dtype("bfloat16" if dtype == "hopper" else dtype))
+
+
+def kernel_for(dtype: str, width: int, value_dim: int) -> str:
+  """Of a test's dtype: "hopper" is bfloat16 in the kernel for Hopper."""
+  if dtype != "hopper":
+    return "portable"
+  if (width, value_dim) != (576, 512):
+    pytest.skip("no shape of the kernel for Hopper")
+  if not _tree_attention_cuda.runs_hopper(jax.devices()[0]):
+    pytest.skip("no Hopper GPU, or no code for it")
+  return "hopper"
 
 
 def tree_arrays(trees: list[reference.Tree]) -> dict[str, np.ndarray]:
@@ -63,6 +84,7 @@ def tree_arrays(trees: list[reference.Tree]) -> dict[str, np.ndarray]:
 def make_case(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Case:
   """Random trees, the second a chain; nothing committed up to a cache just full."""
   H, N, W, R = shape
+  kernel = kernel_for(dtype, W, R)
   rng = np.random.default_rng([seed, *shape])
   trees = [random_tree(rng, N, 50) for _ in range(B)]
   chain = np.arange(N, dtype=np.int32)
@@ -78,6 +100,7 @@ def make_case(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Case:
     lengths=lengths,
     value_dim=R,
     scale=1.3 * W**-0.5,
+    kernel=kernel,
     **tree,
   )
 

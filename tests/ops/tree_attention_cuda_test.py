@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from tests.ops.tree_attention_cases import (
   assert_within_bound,
   committed,
   exact_and_bound,
+  kernel_for,
   make_case,
 )
 
@@ -59,7 +61,8 @@ ODD = [
   (16, 2, 576, 576),
 ]
 PROPERTIES = [(8, 33, 80, 64), (5, 33, 80, 64), (8, 17, 576, 512), (64, 7, 576, 512)]
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# "hopper": bfloat16 in the kernel for Hopper, where it takes the shape.
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "hopper"])
 
 
 @pytest.mark.gpu
@@ -249,14 +252,72 @@ def test_the_rows_of_a_block_do_not_matter(shape):
   """Of the form on tensor cores, which is for bf16."""
   case = make_case(shape, "bfloat16")
   before = case.run()
-  settings = {"value_dim": case.value_dim, "scale": case.scale, "chunk": case.chunk}
-  arrays = case.arrays(cache=case.cache[None])
   for rows in (16, 32, 64):
-    run = functools.partial(
-      _tree_attention_cuda.attend, **settings, layer=0, rows_per_block=rows
-    )
-    after = jax.jit(run)(**arrays)
-    assert_same_bits(before, np.asarray(after), f"{rows} rows")
+    assert_same_bits(before, launched(case, rows_per_block=rows), f"{rows} rows")
+
+
+def launched(case: Case, **how: int) -> np.ndarray:
+  run = functools.partial(
+    _tree_attention_cuda.attend,
+    **case.settings(),
+    chunk_on_hopper=case.chunk,
+    layer=0,
+    **how,
+  )
+  return np.asarray(jax.jit(run)(**case.arrays(cache=case.cache[None])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [48, 128, 1024, 4096])
+@pytest.mark.parametrize("shape", [(64, 1), (64, 5), (128, 3), (24, 2)], ids=str)
+def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
+  """Of the kernel for Hopper: many rounds, odd numbers of tiles, of pairs of blocks."""
+  H, N = shape
+  base = make_case((H, N, 576, 512), "hopper")
+  keys = 5000
+  rng = np.random.default_rng([7, H, N])
+  cache = as_dtype(rng.normal(size=(B, keys, 576)), "hopper")
+  lengths = np.array([0, 33, 4090, keys - N], np.int32)
+  case = dataclasses.replace(base, cache=cache, lengths=lengths, chunk=chunk)
+  whole = launched(case, blocks_per_item=1)
+  assert_within_bound(case, whole)
+  assert_same_bits(whole, case.run())
+  for blocks in (4, 8):
+    for _ in range(3):
+      after = launched(case, blocks_per_item=blocks)
+      assert_same_bits(whole, after, f"{blocks} blocks")
+
+
+@pytest.mark.gpu
+def test_the_kernel_for_hopper_is_chosen_where_its_blocks_are_full(monkeypatch):
+  """Then "auto" has its bits, and where heads are few the portable kernel's."""
+  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
+  for heads, kernel in ((64, "hopper"), (8, "portable")):
+    case = make_case((heads, 7, 576, 512), "hopper")
+    assert kernel == _tree_attention_cuda.kernel_on(jax.devices()[0], heads=heads)
+    auto = launched(dataclasses.replace(case, kernel="auto"))
+    named = dataclasses.replace(case, kernel=kernel).run()
+    assert_same_bits(named, auto)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 6])
+def test_rows_of_infinite_and_huge_scores_on_hopper(N):
+  """As the portable kernel: what is not finite is so in the same elements."""
+  base = make_case((64, N, 576, 512), "hopper")
+  q, cache = base.q.copy(), base.cache.copy()
+  q[:, :, 3] = -np.inf
+  q[:, :, 5, 2] = np.nan
+  q[:, :, 9] *= 1e3
+  cache[2, 100, 5] = np.nan
+  cache[3, 17, 7] = np.inf
+  outs = {
+    kernel: dataclasses.replace(base, kernel=kernel).run(q=q, cache=cache)
+    for kernel in ("portable", "hopper")
+  }
+  finite = np.isfinite(outs["portable"].astype(np.float32))
+  np.testing.assert_array_equal(finite, np.isfinite(outs["hopper"].astype(np.float32)))
+  assert finite.any() and not finite.all()
 
 
 @pytest.mark.gpu
@@ -292,7 +353,13 @@ LONG = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", LONG)
 @pytest.mark.parametrize(
-  ("shape", "dtype"), [((8, 80, 64), "float32"), ((8, 576, 512), "bfloat16")], ids=str
+  ("shape", "dtype"),
+  [
+    ((8, 80, 64), "float32"),
+    ((8, 576, 512), "bfloat16"),
+    ((8, 576, 512), "hopper"),
+  ],
+  ids=str,
 )
 def test_200_000_keys(shape, dtype, pattern):
   """Logits of a given pattern: along one direction of the keys, plus noise."""
@@ -314,6 +381,7 @@ def test_200_000_keys(shape, dtype, pattern):
     value_dim=R,
     scale=scale,
     chunk=1024,
+    kernel=kernel_for(dtype, W, R),
   )
   assert_within_bound(case, case.run())
 
@@ -323,10 +391,9 @@ def test_200_000_keys(shape, dtype, pattern):
 @pytest.mark.parametrize("shape", [(8, 33, 80, 64), (64, 7, 576, 512)], ids=str)
 def test_replayed_as_a_graph(shape, dtype):
   case = make_case(shape, dtype)
-  settings = {"value_dim": case.value_dim, "scale": case.scale, "chunk": case.chunk}
 
   def run(arrays):
-    return ops.tree_attention(**arrays, **settings, implementation="cuda")
+    return ops.tree_attention(**arrays, **case.settings(), implementation="cuda")
 
   assert_same_bits(case.run(), replayed(run)(case.arrays()))
 
@@ -385,6 +452,7 @@ def test_the_program_for_cuda_holds_the_call():
     if expected:
       assert "layer = 2 : i64" in text and "scale = 2.500000e-01 : f64" in text
       assert "chunk = 128 : i64" in text
+      assert "chunk_on_hopper = 512 : i64" in text and "kernel = 1 : i64" in text
       # The cache as a whole, and ceil((256 + 6) / 128) chunks of 2 x 40 rows.
       assert "tensor<3x2x256x80xf32>" in text and "tensor<2x40x3x16xf32>" in text
 
@@ -392,10 +460,18 @@ def test_the_program_for_cuda_holds_the_call():
 def test_the_chunk_depends_on_the_longest_context_alone():
   for N in (1, 128):
     text = lowered(small(N=N, positions=16384), implementation="cuda")
-    assert "chunk = 256 : i64" in text
+    assert "chunk = 256 : i64" in text and "chunk_on_hopper = 2048 : i64" in text
   sizes = [_tree_attention_cuda.default_chunk(s) for s in (1, 16383, 32896, 10**6)]
   assert sizes == [128, 128, 512, 1024]
+  sizes = [
+    _tree_attention_cuda.default_chunk_on_hopper(s) for s in (1, 8191, 32768, 10**6)
+  ]
+  assert sizes == [512, 512, 4096, 4096]
+  for positions in (1, 100, 4096, 10**5, 10**7):
+    larger = _tree_attention_cuda.default_chunk_on_hopper(positions)
+    assert larger >= _tree_attention_cuda.default_chunk(positions)
   text = lowered(small(positions=250), implementation="cuda", chunk=48)
+  assert "chunk_on_hopper = 48 : i64" in text
   assert "chunk = 48 : i64" in text and "tensor<2x40x6x16xf32>" in text
   for positions in (256, 16384):
     text = lowered(
@@ -473,6 +549,40 @@ def test_the_grid_and_ints_of_the_cuda_form_are_limited(batch, positions, chunk,
     lowered(arrays, implementation="cuda", chunk=chunk)
   text = lowered(arrays, chunk=chunk)
   assert "kdtree_jax.tree_attention" not in text
+
+
+def test_a_kernel_can_be_named(monkeypatch):
+  kimi = small(W=576, dtype="bfloat16")
+  assert "kernel = 1 : i64" in lowered(kimi, implementation="cuda", value_dim=512)
+  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
+  for i, kernel in enumerate(("auto", "portable", "hopper")):
+    text = lowered(kimi, implementation="cuda", kernel=kernel, value_dim=512)
+    assert f"kernel = {i} : i64" in text
+  for arrays, settings, says in (
+    (kimi, {"value_dim": 64}, "W = 576 and value_dim = 512; they are 576 and 64"),
+    (kimi, {"value_dim": 512, "scale": -1.0}, "scales above 0, .* scale = -1.0"),
+    (small(W=576), {"value_dim": 512}, "bfloat16; .* are float32"),
+  ):
+    with pytest.raises(ValueError, match=f"kernel = 'hopper' cannot run: it .*{says}"):
+      lowered(arrays, kernel="hopper", **settings)
+  with pytest.raises(ValueError, match="kernel = 'best' must be one of auto, portable"):
+    lowered(kimi, kernel="best")
+
+
+def test_which_kernel_a_gpu_gets(monkeypatch):
+  info = types.SimpleNamespace(architectures=("sm_90a", "sm_120"))
+  monkeypatch.setattr(_tree_attention_cuda._library, "build_info", lambda: info)
+  h200, rtx = (types.SimpleNamespace(compute_capability=c) for c in ("9.0", "12.0"))
+  on = _tree_attention_cuda.kernel_on
+  assert on(h200) == "portable" and _tree_attention_cuda.runs_hopper(h200)
+  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
+  assert on(h200) == on(h200, heads=128) == "hopper"
+  assert on(rtx) == "portable"
+  for other in ({"heads": 8}, {"dtype": jnp.float32}, {"width": 80}, {"scale": 0.0}):
+    assert on(h200, **other) == "portable"
+  assert "hopper for bfloat16" in _tree_attention_cuda.describe_kernel(h200)
+  info.architectures = ("sm_90",)
+  assert on(h200) == _tree_attention_cuda.describe_kernel(h200) == "portable"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+// Thin wrappers around the instructions of sm_90a: products of a warpgroup, registers
+// that change hands, copies to all blocks of a cluster.
+
+#ifndef KDTREE_JAX_WGMMA_CUH_
+#define KDTREE_JAX_WGMMA_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace kdtree_jax {
+
+// How an operand lies in shared memory: rows of 128 bytes, 8 rows to a pattern in which
+// the 16-byte pieces of row r are exchanged by r. Such a pattern must begin at a
+// multiple of its size; `stride` is from one to the next along rows, `column_stride`
+// along columns.
+__device__ __forceinline__ uint64_t Swizzled128(uint32_t shared, uint32_t stride = 1024,
+                                                uint32_t column_stride = 16) {
+  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) |
+         static_cast<uint64_t>(column_stride >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void WgmmaFence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most kPending groups of products are under way.
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Results of products, to stand after a wait for them: no use of them moves before it.
+template <int kCount>
+__device__ __forceinline__ void KeepBehind(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define KDT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define KDT_D16(i) KDT_D4(i), KDT_D4(i + 4), KDT_D4(i + 8), KDT_D4(i + 12)
+#define KDT_D64(i) KDT_D16(i), KDT_D16(i + 16), KDT_D16(i + 32), KDT_D16(i + 48)
+
+// d [64, 32] = a [64, 16] b [16, 32], or += where `add`; rows of k in either operand.
+__device__ __forceinline__ void Wgmma32(float (&d)[16], uint64_t a, uint64_t b,
+                                        bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, add, 1, 1, 0, 0;\n}"
+      : KDT_D16(0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// The same with a in registers, in the fragments of mma.sync. They must stay until the
+// end of the product: neither the compiler nor the hardware sees to it.
+__device__ __forceinline__ void Wgmma32(float (&d)[16], const uint32_t (&a)[4],
+                                        uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, add, 1, 1, 0;\n}"
+      : KDT_D16(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d [64, 128] likewise, with b in rows of columns, one row for each k.
+__device__ __forceinline__ void WgmmaByKey(float (&d)[64], const uint32_t (&a)[4],
+                                           uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, "
+      "%63}, "
+      "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
+      : KDT_D64(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// d [64, 64] likewise.
+__device__ __forceinline__ void WgmmaByKey(float (&d)[32], const uint32_t (&a)[4],
+                                           uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
+      "%31}, "
+      "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+      : KDT_D16(0), KDT_D16(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+
+#undef KDT_D4
+#undef KDT_D16
+#undef KDT_D64
+
+template <int kRegisters>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void GiveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// What this thread wrote to shared memory is seen by products and bulk copies.
+__device__ __forceinline__ void FenceForProducts() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Whether the barrier's phase of this parity has ended, after a short wait at most.
+__device__ __forceinline__ bool TryWait(uint32_t barrier, int parity) {
+  int done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
+// Arrivals at the barrier of block `rank` of the cluster that lies where this block has
+// `barrier`.
+__device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank,
+                                         uint32_t count = 1) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier),
+      "r"(rank), "r"(count)
+      : "memory");
+}
+
+// Copies the box of a tensor map whose first element is (i0, i1, i2, i3).
+__device__ __forceinline__ void CopyBox4(uint32_t shared, const CUtensorMap* map,
+                                         int i0, int i1, int i2, int i3,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier)
+      : "memory");
+}
+
+// The same to all blocks in `blocks`, to the same place in each; each one's barrier is
+// told.
+__device__ __forceinline__ void CopyBox4ToAll(uint32_t shared, const CUtensorMap* map,
+                                              int i0, int i1, int i2, int i3,
+                                              uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// Sends `bytes`, a multiple of 16, that lie at `from`, to block `rank` of the cluster,
+// to where this block has `shared`, and tells its barrier that they came.
+__device__ __forceinline__ void SendBulk(uint32_t shared, uint32_t from, uint32_t bytes,
+                                         uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, told;\n"
+      "mapa.shared::cluster.u32 to, %0, %4;\n"
+      "mapa.shared::cluster.u32 told, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[to], [%1], %2, [told];\n}" ::"r"(shared),
+      "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+}  // namespace kdtree_jax
+
+#endif  // KDTREE_JAX_WGMMA_CUH_
