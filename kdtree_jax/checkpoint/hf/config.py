@@ -160,7 +160,7 @@ def read_config(directory: Path) -> HfConfig:
       "field model_type",
       f"{model_type!r} is not supported; there are {[*_TEXT_TYPES, _WRAPPER_TYPE]}",
     )
-  return _read_text(Fields(path, values), eos=_generation_eos(directory))
+  return _read_text(Fields(path, values), eos=_generation_eos(directory, values))
 
 
 def _read_wrapper(path: Path, values: dict[str, Any]) -> HfConfig:
@@ -194,7 +194,7 @@ def _read_wrapper(path: Path, values: dict[str, Any]) -> HfConfig:
     raise outer.error(
       "bos_token_id", f"is {bos!r}, but {text.get('bos_token_id')!r} in text_config"
     )
-  eos = outer.token_ids("eos_token_id") + _generation_eos(path.parent)
+  eos = outer.token_ids("eos_token_id") + _generation_eos(path.parent, text)
   outer.refuse_others(_IRRELEVANT_IN_WRAPPER)
   return dataclasses.replace(_read_text(inner, eos), prefix="language_model.")
 
@@ -328,8 +328,12 @@ def _check_redundant(fields: Fields, values: Mapping[str, Any]) -> None:
   fields.must_be("partial_rotary_factor", 1.0, 1)
 
 
-def _generation_eos(directory: Path) -> tuple[int, ...]:
+def _generation_eos(directory: Path, model: Mapping[str, Any]) -> tuple[int, ...]:
   path = directory / GENERATION_FILE
   if not path.exists():
     return ()
-  return Fields(path, load_json(path)).token_ids("eos_token_id")
+  fields = Fields(path, load_json(path))
+  tokens, size = fields.token_ids("eos_token_id"), model.get("vocab_size")
+  if is_integer(size) and tokens and max(tokens) >= size:
+    raise fields.error("eos_token_id", f"{max(tokens)} is beyond vocab_size = {size}")
+  return tokens

@@ -354,6 +354,17 @@ def test_a_damaged_generation_config(tmp_path):
     read_config(tmp_path)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_stop_token_beyond_the_vocabulary_is_of_its_own_file(tmp_path, wrapped):
+  document = kimi_wrapper(kimi()) if wrapped else kimi()
+  size = kimi()["vocab_size"]
+  read(tmp_path, document, {"eos_token_id": [1, size - 1]})
+  write_json(tmp_path / "generation_config.json", {"eos_token_id": [1, size]})
+  message = f"generation_config.json: field eos_token_id: {size} is beyond vocab_size"
+  with pytest.raises(CheckpointError, match=message):
+    read_config(tmp_path)
+
+
 # The wrapper.
 
 
