@@ -74,6 +74,7 @@ def write_resumable(
   metadata: Mapping[str, Any],
   *,
   identity: Mapping[str, Any],
+  overwrite: bool = True,
   restart: bool = False,
   progress: Callable[[Progress], None] = lambda _: None,
 ) -> str:
@@ -83,7 +84,7 @@ def write_resumable(
   the same places and the same fingerprint as in a file of `write`.
 
   Args:
-    path: file to create or replace.
+    path: file to create.
     rows: the tensors in the order of the file. An int4 row is followed by the row of
       its scales, if `read` gives an Int4Tensor for it.
     read: name to array, or to Int4Tensor for an int4 row; called once for each row that
@@ -92,6 +93,7 @@ def write_resumable(
     metadata: a second one.
     identity: JSON object that says where the values come from. A part of another
       identity, config, metadata or table is not continued.
+    overwrite: whether an existing `path` is replaced.
     restart: whether to discard what an earlier call left.
     progress: called after each tensor of each stage.
 
@@ -100,13 +102,20 @@ def write_resumable(
 
   Raises:
     KdtrError: the header breaks a rule of the format; a value is not what its row says;
-      what an earlier call left is of something else; or the check of what was written
-      found damage (calling again repairs it).
+      what an earlier call left is of something else, or a file of that name has no
+      journal; or the check of what was written found damage (calling again repairs it).
+    FileExistsError: `path` exists.
+    BlockingIOError: another process is writing `path`.
     OSError: a file cannot be written; what has been is kept for a later call.
   """
   fmt.require_little_endian()
   layout = _Layout.create(Path(path), rows, config, metadata)
-  with _Journal.open(layout, identity, restart) as journal:
+  with _Journal.open(layout) as journal:
+    # Another process may have finished it since the caller looked.
+    if not overwrite and layout.path.exists():
+      journal.discard_if_new()
+      raise FileExistsError(f"path = {path} exists")
+    journal.begin(layout, dict(identity), restart)
     with _open_part(layout) as part:
       crcs = _resume(layout, journal, part, progress)
       _write(layout, journal, part, crcs, read, progress)
@@ -119,7 +128,7 @@ def write_resumable(
     _check(layout, progress)
     os.replace(layout.part, layout.path)
     kdtr_writer.sync_folder(layout.path.parent)
-  journal.path.unlink(missing_ok=True)
+    journal.discard()
   return kdtr_writer.fingerprint(header.tensors)
 
 
@@ -193,39 +202,56 @@ class _Journal:
   def __init__(self, path: Path, file: BinaryIO) -> None:
     self.path = path
     self._file = file
+    self._new = os.fstat(file.fileno()).st_size == 0
     self.crcs: dict[str, int] = {}
 
   @classmethod
   @contextlib.contextmanager
-  def open(
-    cls, layout: _Layout, identity: Mapping[str, Any], restart: bool
-  ) -> Iterator[_Journal]:
+  def open(cls, layout: _Layout) -> Iterator[_Journal]:
     path = layout.path.with_name(layout.path.name + ".part.journal")
-    with open(path, "a+b") as file:
-      _lock(file, path)
-      journal = cls(path, file)
-      journal._begin(layout, dict(identity), restart)
-      yield journal
+    while True:
+      with open(path, "a+b") as file:
+        _lock(file, path)
+        if not _is_at(file, path):
+          continue  # Who held the lock before has finished, and unlinked it.
+        yield cls(path, file)
+        return
 
-  def _begin(self, layout: _Layout, identity: dict[str, Any], restart: bool) -> None:
+  def discard(self) -> None:
+    """Unlinks the journal, under the lock: nobody else takes it for a live one."""
+    if os.name == "nt":
+      self._file.close()
+    self.path.unlink(missing_ok=True)
+
+  def discard_if_new(self) -> None:
+    if self._new:
+      self.discard()
+
+  def begin(self, layout: _Layout, identity: dict[str, Any], restart: bool) -> None:
     title = {"journal_of": "kdtr", "layout": layout.digest(), "identity": identity}
     title = json.loads(json.dumps(title))
     self._file.seek(0)
     first = self._file.readline()
     found = _json_line(first)
-    if not restart and found is not None and layout.part.exists():
+    if not restart and layout.part.exists():
       if found != title:
+        self.discard_if_new()
+        why = "has no journal that says what it is"
+        if found is not None:
+          why = f"belongs to {_differences(found, title)}"
         raise KdtrError(
           layout.part,
           "earlier part",
-          f"belongs to {_differences(found, title)}; delete it, or start anew with "
-          "restart=True (kdtree-convert: --restart)",
+          f"{why}; delete it, or start anew with restart=True (kdtree-convert: "
+          "--restart)",
         )
       self._read_entries(len(first))
       return
     self._file.truncate(0)
     layout.part.unlink(missing_ok=True)
     self._append(title)
+    os.fsync(self._file.fileno())  # Without its title, no part is continued.
+    kdtr_writer.sync_folder(layout.path.parent)
 
   def _read_entries(self, position: int) -> None:
     """Takes whole lines until one is not; what follows is cut off."""
@@ -267,6 +293,14 @@ def _differences(found: dict[str, Any], title: dict[str, Any]) -> str:
       if old.get(key) != new.get(key):
         return f"another conversion ({key} {old.get(key)!r}, now {new.get(key)!r})"
   return "another conversion (other config, metadata or tensors)"
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+  """Whether an open file is still the one of that name."""
+  try:
+    return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+  except FileNotFoundError:
+    return False
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

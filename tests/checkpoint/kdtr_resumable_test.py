@@ -249,10 +249,15 @@ def test_a_journal_cut_anywhere_is_used_up_to_there(tmp_path, expected):
   interrupted(path, WRITES)
   shutil.move(part_of(path), saved / "part")
   journal = journal_of(path).read_bytes()
+  title = journal.index(b"\n") + 1
   for cut in range(0, len(journal), 4):
     shutil.copy(saved / "part", part_of(path))
     journal_of(path).write_bytes(journal[:cut] + b"\0" * (cut % 3))
-    Run(path)
+    if cut < title:  # Nothing says any more what the part is.
+      with pytest.raises(KdtrError, match="has no journal"):
+        Run(path)
+      assert part_of(path).read_bytes() == (saved / "part").read_bytes()
+    Run(path, restart=cut < title)
     assert path.read_bytes() == expected
     path.unlink()
 
@@ -280,6 +285,17 @@ def test_a_part_of_something_else_is_refused(tmp_path, expected, changes, messag
     assert (path.read_bytes() == expected) == ("identity" in changes)
 
 
+def test_somebody_elses_part_is_not_deleted(tmp_path, expected):
+  path = tmp_path / "x"
+  part_of(path).write_bytes(b"a download")
+  with pytest.raises(KdtrError, match="x.part: .*has no journal.*--restart"):
+    Run(path)
+  assert [p.name for p in tmp_path.iterdir()] == ["x.part"]
+  assert part_of(path).read_bytes() == b"a download"
+  Run(path, restart=True)
+  assert path.read_bytes() == expected
+
+
 def test_restart_reads_everything_again(tmp_path, expected):
   path = tmp_path / "x"
   interrupted(path, 5)
@@ -299,6 +315,51 @@ def test_two_writers_of_one_file(tmp_path):
 
   Run(path, read=read)
   assert path.exists()
+
+
+def test_a_writer_that_waited_for_the_lock_looks_again(tmp_path, monkeypatch):
+  """Between its opening the journal and locking it, another process finishes."""
+  pytest.importorskip("fcntl")
+  path, lock = tmp_path / "x", kdtr_resumable._lock
+
+  def finish(file: Any, journal: Path) -> None:
+    monkeypatch.setattr(kdtr_resumable, "_lock", lock)
+    journal.unlink()
+    path.write_bytes(b"whole")
+    lock(file, journal)
+
+  def read(name: str) -> Any:  # A third process finds the journal locked.
+    with pytest.raises(BlockingIOError, match="another process is writing"):
+      Run(path)
+    return tensors()[name]
+
+  monkeypatch.setattr(kdtr_resumable, "_lock", finish)
+  with pytest.raises(FileExistsError, match="x exists"):
+    Run(path, overwrite=False)
+  assert path.read_bytes() == b"whole"
+  assert [p.name for p in tmp_path.iterdir()] == ["x"]
+  monkeypatch.setattr(kdtr_resumable, "_lock", finish)
+  Run(path, read=read)
+  assert path.read_bytes() != b"whole"
+
+
+def test_the_journal_is_locked_until_it_is_gone(tmp_path, monkeypatch):
+  fcntl = pytest.importorskip("fcntl")
+  unlink, locked = Path.unlink, []
+
+  def watch(path: Path, missing_ok: bool = False) -> None:
+    if path == journal_of(tmp_path / "x"):
+      with open(path, "rb") as file:
+        try:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+          locked.append(False)
+        except BlockingIOError:
+          locked.append(True)
+    unlink(path, missing_ok)
+
+  monkeypatch.setattr(Path, "unlink", watch)
+  Run(tmp_path / "x")
+  assert locked == [True]
 
 
 def test_damage_after_writing_is_found_by_the_check(tmp_path, expected):
@@ -365,18 +426,23 @@ def test_disk_errors_leave_nothing_under_the_name(
   assert path.read_bytes() == expected
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_failed_synchronisation_leaves_nothing_under_the_name(
-  tmp_path, expected, monkeypatch
+  tmp_path, expected, monkeypatch, call
 ):
-  path = tmp_path / "x"
+  """Of the journal's title, of its name, of the part."""
+  path, calls = tmp_path / "x", []
 
   def fail(descriptor: int) -> None:
-    raise OSError(errno.EIO, "Input/output error")
+    calls.append(os.fstat(descriptor).st_size)
+    if len(calls) == call:
+      raise OSError(errno.EIO, "Input/output error")
 
   with monkeypatch.context() as patch:
     patch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
       Run(path)
+  assert call < 3 or calls[-1] == len(expected)
   assert not path.exists()
   Run(path)
   assert path.read_bytes() == expected

@@ -15,12 +15,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kdtree_jax.checkpoint.file_names import (
+  CONFIG_FILE,
+  GENERATION_FILE,
+  TOKENIZER,
+  TOKENIZER_CONFIG,
+)
 from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
 from kdtree_jax.checkpoint.hf.export_config import (
   drafter_config,
   generation_config,
   target_config,
 )
+from kdtree_jax.checkpoint.hf.safetensors import INDEX_FILE, SINGLE_FILE
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
 from kdtree_jax.checkpoint.hf.target import read_hf_target
 from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor
@@ -109,6 +116,7 @@ def export_hf(
     with _new_directory(Path(directory)) as folder:
       _write_weights(folder, tensors, max_shard_bytes, progress)
       for name, text in documents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(text.encode())
       _check_read_back(folder, model.config)
 
@@ -119,15 +127,15 @@ def _documents(
   """Names and contents of everything but the weights."""
   torch_dtype = "float32" if "float32" in (dtype, experts) else "bfloat16"
   if not isinstance(model.config, ModelConfig):
-    return {"config.json": _json(drafter_config(model.config, torch_dtype))}
+    return {CONFIG_FILE: _json(drafter_config(model.config, torch_dtype))}
   documents = {
-    "config.json": _json(target_config(model.config, torch_dtype, experts == "int4")),
-    "generation_config.json": _json(generation_config(model.config)),
+    CONFIG_FILE: _json(target_config(model.config, torch_dtype, experts == "int4")),
+    GENERATION_FILE: _json(generation_config(model.config)),
   }
   files = read_tokenizer_files(path)
-  if "tokenizer.json" in files:
-    tokenizer = _tokenizer_config(json.loads(files["tokenizer.json"]), model.config)
-    documents["tokenizer_config.json"] = _json(tokenizer)
+  if TOKENIZER in files:
+    tokenizer = _tokenizer_config(json.loads(files[TOKENIZER]), model.config)
+    documents[TOKENIZER_CONFIG] = _json(tokenizer)
   return documents | files
 
 
@@ -191,7 +199,7 @@ def _write_weights(
 
   shards = _shards(tensors, max_shard_bytes)
   if len(shards) == 1:
-    write_safetensors(folder / "model.safetensors", tensors, advance)
+    write_safetensors(folder / SINGLE_FILE, tensors, advance)
     return
   weight_map: dict[str, str] = {}
   for i, shard in enumerate(shards):
@@ -199,7 +207,7 @@ def _write_weights(
     write_safetensors(folder / file, shard, advance)
     weight_map |= dict.fromkeys((t.name for t in shard), file)
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-  (folder / "model.safetensors.index.json").write_text(_json(index), "utf-8")
+  (folder / INDEX_FILE).write_text(_json(index), "utf-8")
 
 
 def _shards(tensors: list[Tensor], max_bytes: int) -> list[list[Tensor]]:
@@ -236,6 +244,8 @@ def _new_directory(directory: Path) -> Iterator[Path]:
   """A folder beside `directory` that takes its name once the block ends well."""
   if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
     raise FileExistsError(f"directory = {directory} exists and is not empty")
+  if directory.name in ("", ".."):
+    raise ValueError(f"directory = {directory} must end with a name of its own")
   temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
   try:
     temporary.mkdir(parents=True)

@@ -93,30 +93,10 @@ class SafetensorsDirectory:
     if sys.byteorder != "little":
       raise NotImplementedError("safetensors are little-endian; this host is not")
     self.path = Path(directory)
-    if not self.path.is_dir():
-      raise FileNotFoundError(f"directory = {self.path} does not exist")
-    single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
-    if single.exists() and index.exists():
-      raise CheckpointError(
-        index, SINGLE_FILE, "lies beside the index; only one of the two may be there"
-      )
-    weight_map = _read_index(index) if index.exists() else None
-    if weight_map is None and not single.exists():
-      raise CheckpointError(
-        self.path, SINGLE_FILE, f"is missing, and so is {INDEX_FILE}: no weights here"
-      )
-    files = (
-      sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
-    )
+    weight_map = _read_weight_map(self.path)
     self._maps: dict[Path, mmap.mmap] = {}
     entries: dict[str, TensorEntry] = {}
-    for name in files:
-      path = self.path / name
-      if not path.is_file():
-        tensor = next(t for t, file in (weight_map or {}).items() if file == name)
-        raise CheckpointError(
-          path, f"tensor {tensor!r}", f"{INDEX_FILE} names this file, which is missing"
-        )
+    for path in _files(self.path, weight_map):
       self._maps[path] = _map(path)
       for entry in _read_header(path, self._maps[path]):
         if entry.name in entries:
@@ -127,7 +107,7 @@ class SafetensorsDirectory:
           )
         entries[entry.name] = entry
     if weight_map is not None:
-      _compare(weight_map, entries, index)
+      _compare(weight_map, entries, self.path / INDEX_FILE)
     self.entries = dict(sorted(entries.items()))
 
   def read(self, name: str) -> np.ndarray:
@@ -161,6 +141,17 @@ class SafetensorsDirectory:
     start = entry.start - entry.start % mmap.PAGESIZE
     if entry.stop - entry.start >= _LARGE and hasattr(mmap, advice):
       self._maps[entry.file].madvise(getattr(mmap, advice), start, entry.stop - start)
+
+
+def weight_files(directory: str | os.PathLike[str]) -> list[Path]:
+  """The safetensors files of a directory, by name; none is opened.
+
+  Raises:
+    FileNotFoundError: the directory does not exist.
+    CheckpointError: it holds no safetensors, its index is damaged, or a file is missing
+      that the index names.
+  """
+  return _files(Path(directory), _read_weight_map(Path(directory)))
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -204,6 +195,43 @@ def parse_json(path: Path, text: str) -> dict[str, Any]:
   return value
 
 
+def _read_weight_map(directory: Path) -> dict[str, str] | None:
+  """The index, or None where there is a single file."""
+  if not directory.is_dir():
+    raise FileNotFoundError(f"directory = {directory} does not exist")
+  single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+  if single.exists() and index.exists():
+    raise CheckpointError(
+      index, SINGLE_FILE, "lies beside the index; only one of the two may be there"
+    )
+  if index.exists():
+    return _read_index(index)
+  if not single.exists():
+    raise CheckpointError(
+      directory, SINGLE_FILE, f"is missing, and so is {INDEX_FILE}: no weights here"
+    )
+  return None
+
+
+def _files(directory: Path, weight_map: dict[str, str] | None) -> list[Path]:
+  if weight_map is None:
+    return [directory / SINGLE_FILE]
+  tensors = {file: tensor for tensor, file in reversed(weight_map.items())}
+  for file, tensor in sorted(tensors.items()):
+    path, what = directory / file, f"tensor {tensor!r}"
+    try:
+      found = path.is_file()
+    except OSError as error:  # A name of 300 characters, for one.
+      raise CheckpointError(
+        path, what, f"{INDEX_FILE} names this file, which cannot be read: {error}"
+      ) from error
+    if not found:
+      raise CheckpointError(
+        path, what, f"{INDEX_FILE} names this file, which is missing"
+      )
+  return [directory / file for file in sorted(tensors)]
+
+
 def _read_index(path: Path) -> dict[str, str]:
   weight_map = load_json(path).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
@@ -217,10 +245,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _map(path: Path) -> mmap.mmap:
-  with open(path, "rb") as file:
-    if os.fstat(file.fileno()).st_size < _LENGTH.size:
-      raise CheckpointError(path, "header", "the file is truncated: it has no header")
-    contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  try:
+    with open(path, "rb") as file:
+      if os.fstat(file.fileno()).st_size < _LENGTH.size:
+        raise CheckpointError(path, "header", "the file is truncated: it has no header")
+      contents = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  except OSError as error:
+    raise CheckpointError(path, "file", f"cannot be read: {error}") from error
   if hasattr(mmap, "MADV_RANDOM"):
     # The system would read far ahead for headers and samples; `read` asks for tensors.
     contents.madvise(mmap.MADV_RANDOM)

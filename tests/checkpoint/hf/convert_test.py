@@ -95,6 +95,37 @@ def test_as_stored_keeps_int4_and_makes_floats_of_floats(tmp_path):
   assert formats == {"int4": "int4", "bfloat16": "bfloat16", "float32": "bfloat16"}
 
 
+def test_as_stored_refuses_experts_of_both_kinds(tmp_path):
+  """As loading does; asked for one kind, they become it."""
+  config = changed(num_hidden_layers=3)
+  save_target(tmp_path / "s", config, weights(config))
+  for name in ("int4", "bfloat16"):
+    export_hf(tmp_path / "s", tmp_path / name, expert_format=name)
+  ours, theirs = (SafetensorsDirectory(tmp_path / n) for n in ("int4", "bfloat16"))
+  tensors = []
+  for files, here in ((ours, False), (theirs, True)):
+    for name, entry in files.entries.items():
+      if ("layers.2.mlp.experts." in name) == here:
+        read = lambda files=files, name=name: files.read(name)  # noqa: E731
+        tensors.append(Tensor(name, entry.dtype, entry.shape, read))
+  hf = tmp_path / "both"
+  hf.mkdir()
+  write_safetensors(hf / "model.safetensors", tensors)
+  document = json.loads((tmp_path / "int4" / "config.json").read_text())
+  document["quantization_config"]["ignore"].append(r"re:model\.layers\.2\..*")
+  (hf / "config.json").write_text(json.dumps(document))
+  with pytest.raises(ValueError, match="is of floats, but other routed experts"):
+    load_checkpoint(hf)
+  odd = r"both: tensor 'model.layers.2.mlp.experts.0.\w+.weight': is of floats, but"
+  with pytest.raises(CheckpointError, match=odd):
+    convert_hf(hf, tmp_path / "x")
+  assert not (tmp_path / "x").exists()
+  convert_hf(hf, tmp_path / "x", expert_format="int4")
+  assert open_kdtr(tmp_path / "x").config["expert_format"] == "int4"
+  convert_hf(hf, tmp_path / "y", expert_format="bfloat16")
+  assert open_kdtr(tmp_path / "y").config["expert_format"] == "bfloat16"
+
+
 def test_packed_int4_is_kept_bit_for_bit(tmp_path):
   """Against words put together here: element k in bits 4 (k mod 8) of word k // 8."""
   hf = directory(tmp_path)
@@ -144,7 +175,7 @@ def rewrite(hf: Path, replaced) -> None:
     write_safetensors(path, tensors)
 
 
-def test_fp8_blocks_are_multiplied_out_and_rounded_once(tmp_path):
+def test_fp8_blocks_are_multiplied_out_in_float32_and_then_rounded(tmp_path):
   """A weight of 130 input features: its last block has two."""
   config = changed(intermediate_size=130)
   values = weights(config)
@@ -229,6 +260,28 @@ def test_metadata_names_the_source_and_carries_the_tokenizer(tmp_path):
     assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
 
 
+def test_chat_templates_of_a_folder_travel_too(tmp_path):
+  hf = directory(tmp_path, tokenizer_json=words(48))
+  folder = "additional_chat_templates"
+  (hf / folder).mkdir()
+  for name, text in (("tool_use", "tools"), ("a b.c", "more")):
+    (hf / folder / f"{name}.jinja").write_text(text)
+  (hf / folder / "notes.txt").write_text("no template")
+  convert_hf(hf, tmp_path / "x")
+  files = read_tokenizer_files(tmp_path / "x")
+  names = {n for n in files if n.startswith(folder)}
+  assert names == {f"{folder}/tool_use.jinja", f"{folder}/a b.c.jinja"}
+  expected = {"tool_use": "tools", "a b.c": "more"}
+  assert load_tokenizer(hf).chat_templates == expected
+  assert load_tokenizer(tmp_path / "x").chat_templates == expected
+  export_hf(tmp_path / "x", tmp_path / "back")
+  assert load_tokenizer(tmp_path / "back").chat_templates == expected
+  assert len(list((tmp_path / "back" / folder).iterdir())) == 2
+  (hf / folder / "a\\b.jinja").write_text("")
+  with pytest.raises(CheckpointError, match="name: has unusual characters"):
+    convert_hf(hf, tmp_path / "y")
+
+
 def test_kimis_ranks_travel_too(tmp_path):
   ranks = {bytes((i,)): i for i in range(256)}
   config = changed(vocab_size=512)
@@ -251,7 +304,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path):
   for contents, message in (
     (b"{", "tokenizer.json: tokenizer"),
     (b"\xff", "tokenizer.json: text: is not UTF-8"),
-    (words(100).encode(), "config.json: vocab_size"),
+    (words(100).encode(), "config.json: field vocab_size"),
   ):
     (hf / "tokenizer.json").write_bytes(contents)
     with pytest.raises(CheckpointError, match=message):
@@ -320,6 +373,24 @@ def test_a_part_of_another_directory_is_refused(tmp_path):
     convert_hf(tmp_path / "1" / "hf", tmp_path / "x")
   shutil.move(tmp_path / "0" / "hf", tmp_path / "moved")  # The same one.
   convert_hf(tmp_path / "moved", tmp_path / "x")
+
+
+def test_a_part_of_another_version_of_the_weights_is_refused(tmp_path):
+  """Which differs in the middle of a tensor, where the fingerprint does not look."""
+  hf = directory(tmp_path, dtype="float32", expert_format="float32")
+  with pytest.raises(Killed):
+    convert_hf(hf, tmp_path / "x", progress=kill_after(5))
+  entry = SafetensorsDirectory(hf).entries["model.layers.0.mlp.up_proj.weight"]
+  before = read_hf_target(hf)[2], os.stat(entry.file)
+  with open(entry.file, "r+b") as file:
+    file.seek(entry.start + 400)
+    file.write(bytes(4))
+  os.utime(entry.file, ns=(before[1].st_atime_ns, before[1].st_mtime_ns + 1))
+  assert read_hf_target(hf)[2] == before[0]
+  message = f"weights in {entry.file.name} '{before[1].st_size} bytes, changed at "
+  with pytest.raises(KdtrError, match=message):
+    convert_hf(hf, tmp_path / "x")
+  convert_hf(hf, tmp_path / "x", restart=True)
 
 
 def test_a_part_of_another_config_is_refused(tmp_path):

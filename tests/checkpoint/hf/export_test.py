@@ -16,6 +16,7 @@ from kdtree_jax.checkpoint import (
   expected_shapes,
   open_kdtr,
   read_target_as_stored,
+  read_tokenizer_files,
   save_drafter,
   save_target,
 )
@@ -234,6 +235,28 @@ def test_tokenizer_and_its_special_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
+  "name",
+  [
+    *("config.json", "generation_config.json", "model.safetensors", "evil.py", ".."),
+    *("", ".", "/tmp/x", "a/tokenizer.json", "additional_chat_templates"),
+    *("additional_chat_templates/../x.jinja", "additional_chat_templates/a.py"),
+    *("additional_chat_templates/a\\b.jinja", "additional_chat_templates/c:d.jinja"),
+    *("additional_chat_templates//a.jinja", "additional_chat_templates/a\0.jinja"),
+    "tokenizer.json",
+  ],
+)
+def test_only_files_of_a_tokenizer_are_written(tmp_path, name):
+  """What a KDTR file holds beside it may be anybody's."""
+  metadata = {"tokenizer_files": {name: "{}"}}
+  path = saved(tmp_path / "x", tokenizer_json=TOKENIZER, metadata=metadata)
+  with pytest.raises(KdtrError, match="metadata.tokenizer_files"):
+    read_tokenizer_files(path)
+  with pytest.raises(KdtrError, match="metadata.tokenizer_files"):
+    export_hf(path, tmp_path / "hf")
+  assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
   ("config", "message"),
   [
     (changed(latent_norm_eps=1e-5), "latent_norm_eps = 1e-05"),
@@ -295,6 +318,18 @@ def test_directories_that_exist(tmp_path):
     export_hf(path, tmp_path / "empty")
   with pytest.raises(FileExistsError):
     export_hf(path, path)
+
+
+@pytest.mark.parametrize("name", [".", "/", "new/.."])
+def test_directories_without_a_name_of_their_own(tmp_path, monkeypatch, name):
+  path = saved(tmp_path / "x")
+  here = tmp_path / "here"
+  here.mkdir()
+  monkeypatch.chdir(here)
+  with pytest.raises((FileExistsError, ValueError), match=f"directory = {name} ") as e:
+    export_hf(path, name)
+  assert isinstance(e.value, FileExistsError) == (name == "/")
+  assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kdtree_jax.checkpoint.hf import CheckpointError, SafetensorsDirectory
+from kdtree_jax.checkpoint.hf.safetensors import weight_files
 from tests.checkpoint.hf.directories import (
   CODES,
   INDEX,
@@ -144,6 +145,24 @@ def test_an_index_that_points_nowhere(sharded):
   refused(sharded, shard_name(1, 3), "tensor 'd'", "says it is here; it is not")
   change_index(sharded, lambda weight_map: weight_map.update(d="elsewhere"))
   refused(sharded, "elsewhere", "tensor 'd'", "which is missing")
+
+
+def test_an_index_that_names_what_no_file_can_be_called(sharded):
+  name = "x" * 300
+  change_index(sharded, lambda weight_map: weight_map.update(d=name))
+  refused(sharded, name, "tensor 'd'", "which cannot be read: ")
+
+
+def test_a_folder_of_the_name_of_the_weights(tmp_path):
+  (tmp_path / SINGLE).mkdir()
+  refused(tmp_path, SINGLE, "file", "cannot be read: ")
+
+
+def test_weight_files(sharded, tmp_path_factory):
+  assert weight_files(sharded) == [sharded / shard_name(i, 3) for i in range(3)]
+  folder = tmp_path_factory.mktemp("single")
+  write_tensors(folder, some_tensors())
+  assert weight_files(folder) == [folder / SINGLE]
 
 
 def test_a_tensor_that_the_index_does_not_name(sharded):
