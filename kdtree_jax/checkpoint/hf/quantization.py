@@ -11,6 +11,10 @@ from kdtree_jax.checkpoint.int4 import GROUP_SIZE
 
 BLOCK = 128  # Rows and columns that share a scale in FP8.
 
+_PATTERN = "re:"
+_MOST_WAYS = 2**26  # In which an expression may match a name: seconds, at the worst.
+_NAME_LENGTH = 64  # Of a module, about.
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
@@ -30,8 +34,8 @@ class Quantization:
     """Whether a module, under one of its names, is not quantised."""
     for rule in self.ignore:
       for module in modules:
-        if rule.startswith("re:"):
-          if re.match(rule.removeprefix("re:"), module):
+        if rule.startswith(_PATTERN):
+          if re.match(rule.removeprefix(_PATTERN), module):
             return True
         elif module == rule:
           return True
@@ -135,4 +139,23 @@ def _names(inner: Fields, name: str) -> tuple[str, ...]:
     return ()
   if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
     raise inner.error(name, "must be a list of names")
+  for rule in names:
+    if rule.startswith(_PATTERN):
+      reason = _why_not(rule.removeprefix(_PATTERN))
+      if reason is not None:
+        raise inner.error(name, f"{rule!r} {reason}")
   return tuple(names)
+
+
+def _why_not(pattern: str) -> str | None:
+  """What is wrong with a regular expression; a hostile one would match for years."""
+  try:
+    re.compile(pattern)
+  except (re.error, OverflowError, RecursionError) as error:
+    return f"is not a regular expression: {error}"
+  plain = re.sub(r"\\.|\[[^\]]*\]", "x", pattern, flags=re.DOTALL)
+  if re.search(r"\)[*+?{]|\(\?[a-zA-Z-]", plain):
+    return "is not supported: it repeats a group, or has flags"
+  repeats, groups = len(re.findall(r"[*+{]", plain)), plain.count("(") + 1
+  ways = _NAME_LENGTH**repeats * (plain.count("|") / groups + 1) ** groups
+  return "is not supported: it is too complicated" if ways > _MOST_WAYS else None

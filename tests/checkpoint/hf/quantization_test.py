@@ -43,6 +43,20 @@ def test_int4_ignores(tmp_path):
   assert not named.ignores("model.mm_projector.0") and not named.ignores("lm_head2")
 
 
+@pytest.mark.parametrize(
+  "rule",
+  [
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    r"re:.*(self_attn|shared_experts)\.[a-z_*+{]*proj$",
+    r"re:model\.layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13)\..*",
+    r"re:^(?!.*experts\.\d+).*\(\)\*",
+  ],
+)
+def test_rules_that_are_taken(tmp_path, rule):
+  got = quantized(tmp_path, INT4 | {"ignore": [rule]})
+  assert got is not None and got.ignore == (rule,)
+
+
 def weights(**changes: Any) -> dict[str, Any]:
   document = copy.deepcopy(INT4)
   document["config_groups"]["group_0"]["weights"] |= changes
@@ -76,6 +90,17 @@ def group(**changes: Any) -> dict[str, Any]:
     (INT4 | {"config_groups": {}}, "config_groups", "one group"),
     (INT4 | {"config_groups": {"a": 1, "b": 2}}, "config_groups", "one group"),
     (INT4 | {"ignore": [1]}, "ignore", "list of names"),
+    (INT4 | {"ignore": ["re:("]}, "ignore", "'re:(' is not a regular expression: "),
+    (
+      FP8 | {"modules_to_not_convert": ["re:a{9,1}"]},
+      "modules_to_not_convert",
+      "'re:a{9,1}' is not a regular expression: ",
+    ),
+    (INT4 | {"ignore": ["re:" + "(" * 9000]}, "ignore", "is not a regular expression"),
+    (INT4 | {"ignore": ["re:([a-z]|.)+!"]}, "ignore", "it repeats a group"),
+    (INT4 | {"ignore": ["re:(?x)(a|b) *"]}, "ignore", "it repeats a group, or has fl"),
+    (INT4 | {"ignore": ["re:" + ".*" * 9 + "!"]}, "ignore", "it is too complicated"),
+    (INT4 | {"ignore": ["re:" + "(.|.)" * 40]}, "ignore", "it is too complicated"),
     (INT4 | {"other": 1}, "other", "is not known here"),
     (group(weights=None), "config_groups.group_0.weights", "is null"),
     (group(weights=4), "config_groups.group_0.weights", "must be an object"),
