@@ -53,17 +53,20 @@ def render(
   if isinstance(messages, str | Mapping) or not messages:
     raise ValueError("messages must be a list of at least one message")
   try:
-    return _compile(template).render(
-      **{name: _plain(value, name) for name, value in variables.items()},
-      messages=[_message(message, i) for i, message in enumerate(messages)],
-      tools=_objects(tools, "tools"),
-      documents=_objects(documents, "documents"),
-      add_generation_prompt=add_generation_prompt,
-    )
+    values = {name: _plain(value, name) for name, value in variables.items()} | {
+      "messages": [_message(message, i) for i, message in enumerate(messages)],
+      "tools": _objects(tools, "tools"),
+      "documents": _objects(documents, "documents"),
+      "add_generation_prompt": add_generation_prompt,
+    }
+  except RecursionError as error:
+    raise ValueError("messages, tools or documents are nested too deeply") from error
+  try:
+    return _compile(template).render(values)
   except jinja2.TemplateSyntaxError as error:
     raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
-  except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError) as error:
-    raise ValueError(f"chat template: {error}") from error
+  except Exception as error:  # A program may fail in any way.
+    raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:

@@ -362,6 +362,38 @@ def test_ranks_that_are_none(change, says):
 
 
 @pytest.mark.parametrize(
+  ("template", "says"),
+  [
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion depth"),
+    ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion depth"),
+    ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "nested blocks"),
+    ("{{ cycler() }}", "at least one item"),
+    ("{{ 'a' * 10**13 }}", "MemoryError"),
+    ("{{ 3 | dictsort }}", "'int' object has no attribute 'items'"),
+    ("{{ 3 | int(base='x') + 'x' }}", "unsupported operand"),
+    ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{{ 1 + }}", "unexpected .end of print statement"),
+    ("{{ raise_exception('not like this') }}", "not like this"),
+  ],
+)
+def test_templates_that_fail(tmp_path, template, says):
+  tokenizer = kd.load_tokenizer(directory(tmp_path))
+  messages = [{"role": "user", "content": "x"}]
+  with pytest.raises(ValueError, match=f"^chat template.*: .*{says}"):
+    tokenizer.apply_chat_template(messages, chat_template=template)
+
+
+def test_a_conversation_that_holds_itself(tmp_path):
+  content: list = []
+  content.append(content)
+  messages = [{"role": "user", "content": content}]
+  tokenizer = kd.load_tokenizer(directory(tmp_path))
+  with pytest.raises(ValueError, match="nested too deeply"):
+    tokenizer.apply_chat_template(messages, chat_template="x")
+
+
+@pytest.mark.parametrize(
   ("arguments", "says"),
   [
     ({"messages": []}, "at least one"),
