@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -84,9 +85,10 @@ def define_flags() -> None:
   flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
   flags.DEFINE_enum(
     "expert_dtype",
-    "dequantized",
+    None,
     ["as_stored", "int4", "dequantized"],
-    "How the target's routed experts are held in memory.",
+    "How the target's routed experts are held in memory; unset: as_stored of a "
+    "directory, dequantized of a KDTR file and the demo's.",
   )
   flags.DEFINE_enum("method", None, ["plain", "chain", "ddtree"], "How to decode.")
   flags.DEFINE_integer("budget", None, "Tree nodes without the root.")
@@ -208,7 +210,9 @@ def _load_models() -> tuple[Target, DFlash | None, Tokenizer]:
     )
   elif given:
     raise ValueError(f"--{given[0]} needs --drafter")
-  target = load_target(f.target, f.dtype, f.expert_dtype)
+  # A published model multiplied out is several times as large as its files.
+  unset = "as_stored" if Path(f.target).is_dir() else "dequantized"
+  target = load_target(f.target, f.dtype, f.expert_dtype or unset)
   tokenizer.check_fits(target.config.vocab_size, f"--target={f.target}")
   return target, drafter, tokenizer
 
@@ -217,7 +221,9 @@ def _load_demo() -> tuple[Target, DFlash, Tokenizer]:
   from kdtree_jax.demo import load_demo
   from kdtree_jax.tokenizer.load import tokenizer_from_json
 
-  target, drafter, tokenizer = load_demo(flags.FLAGS.dtype, flags.FLAGS.expert_dtype)
+  target, drafter, tokenizer = load_demo(
+    flags.FLAGS.dtype, flags.FLAGS.expert_dtype or "dequantized"
+  )
   return target, drafter, tokenizer_from_json(tokenizer.to_str(), "of the demo")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kdtree_jax as kd
+from kdtree_jax import checkpoint
 from kdtree_jax.checkpoint import export_hf, save_drafter, save_target
 from kdtree_jax.reference.weights import random_drafter_weights, random_weights
 from tests.cli.decode_test import _run_main
@@ -95,7 +96,7 @@ def test_a_directory_and_its_drafter(pair, decode):
   tokenizer = kd.load_tokenizer(pair / "target")
   prompt = tokenizer.encode("The quick")
   assert prompt[0] == 0 and tokenizer.decode(prompt[1:]) == "The quick"
-  target = kd.load_checkpoint(pair / "target", "float32", "dequantized")
+  target = kd.load_checkpoint(pair / "target", "float32", "as_stored")
   plain = kd.DecodeConfig(method="plain", max_new_tokens=10, slots=1)
   expected = kd.decode(target, None, [prompt], plain)[0].tokens
   np.testing.assert_array_equal(found["tokens"], expected)
@@ -109,6 +110,28 @@ def test_a_directory_and_its_drafter(pair, decode):
   assert record(output)["tokens"] == found["tokens"]
 
 
+@pytest.mark.parametrize(
+  ("name", "flag", "expected"),
+  [
+    ("target", None, "as_stored"),
+    ("target", "dequantized", "dequantized"),
+    ("t.kdtr", None, "dequantized"),
+    ("t.kdtr", "as_stored", "as_stored"),
+  ],
+)
+def test_experts_of_a_directory_are_held_as_stored(
+  pair, decode, monkeypatch, name, flag, expected
+):
+  def load(path: str, dtype: str, expert_dtype: str):
+    raise ValueError(f"loads experts {expert_dtype}")
+
+  monkeypatch.setattr(checkpoint, "load_target", load)
+  arguments = (f"--target={pair / name}", "--method=plain", "--prompt=a")
+  more = () if flag is None else (f"--expert_dtype={flag}",)
+  status, _, errors = decode(*arguments, *more)
+  assert status == 2 and f"loads experts {expected}\n" in errors
+
+
 def test_chat_applies_the_template(pair, decode):
   status, output, errors = decode(
     f"--target={pair / 'target'}",
@@ -120,7 +143,7 @@ def test_chat_applies_the_template(pair, decode):
   assert status == 0, errors
   tokenizer = kd.load_tokenizer(pair / "target")
   prompt = tokenizer.encode("<|user|>The quick<|assistant|>", add_special_tokens=False)
-  target = kd.load_checkpoint(pair / "target", "float32", "dequantized")
+  target = kd.load_checkpoint(pair / "target", "float32", "as_stored")
   plain = kd.DecodeConfig(method="plain", max_new_tokens=10, slots=1)
   expected = kd.decode(target, None, [prompt], plain)[0].tokens
   np.testing.assert_array_equal(record(output)["tokens"], expected)
