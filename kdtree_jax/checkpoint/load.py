@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from kdtree_jax.checkpoint.file_names import CONFIG_FILE
 from kdtree_jax.checkpoint.state_dict import (
-  read_drafter,
+  read_drafter_as_stored,
   read_kind,
   read_target_as_stored,
 )
 from kdtree_jax.drafter.dflash import DFlash
 from kdtree_jax.model import Target, target_from_state_dict
-from kdtree_jax.model.placement import Placement, place
+from kdtree_jax.model.placement import Placement
 from kdtree_jax.model.state_dict import ExpertDtype, check_expert_dtype
 
 DTYPES = ("float32", "bfloat16")
@@ -40,8 +40,10 @@ def load_checkpoint(
     path: a file written by `save_target` or `save_drafter`, or a directory as Hugging
       Face publishes them: DeepSeek-V3 and R1, DeepSeek-V2-Lite, Moonlight, Kimi K2 to
       K2.6, or a DFlash drafter.
-    dtype: of activations and parameters. Stored values, quantised ones too, are
-      read exactly under float32 and rounded once under bfloat16.
+    dtype: of activations and parameters. Stored floats of at most 32 bits, and int4,
+      are read exactly under float32 and rounded once under bfloat16; float64 is
+      rounded once. FP8 is value x scale, rounded to float32 as torch does, and then
+      again under bfloat16.
     expert_dtype: how a target holds its routed experts. "as_stored": int4 if the file
       has them in int4, else as `dtype`. "int4": int4, quantised while loading by the
       rule of `quantize` if the file has floats. "dequantized": as `dtype`, whatever
@@ -108,15 +110,15 @@ def load_drafter(
   """
   compute_dtype = _dtype(dtype)
   if _existing(path).is_dir():
-    from kdtree_jax.checkpoint.hf.drafter import read_hf_drafter
+    from kdtree_jax.checkpoint.hf.drafter import open_hf_drafter
 
-    config, weights, _ = read_hf_drafter(path, rope_amplitude, causal)
+    config, weights = open_hf_drafter(path, rope_amplitude, causal)
   else:
-    config, weights, _ = read_drafter(path)
+    config, weights, _ = read_drafter_as_stored(path)
     given = {"rope_amplitude": rope_amplitude, "causal": causal}
     given = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(config, **given)
-  return place(DFlash.from_state_dict(config, weights, compute_dtype), sharding)
+  return DFlash.from_state_dict(config, weights, compute_dtype, sharding)
 
 
 def _kind(path: Path) -> Literal["target", "drafter"]:

@@ -38,6 +38,7 @@ from kdtree_jax.checkpoint.int4 import (
 )
 from kdtree_jax.checkpoint.kdtr import SCALE_SUFFIX, KdtrError, KdtrFile
 from kdtree_jax.checkpoint.kdtr_format import StrPath
+from kdtree_jax.checkpoint.size import check_size
 from kdtree_jax.checkpoint.tokenizer_files import TOKENIZER_JSON
 from kdtree_jax.config import DrafterConfig, ModelConfig
 from kdtree_jax.model.rounding import rounded
@@ -189,6 +190,11 @@ def read_drafter(path: StrPath) -> tuple[DrafterConfig, StateDict, str]:
     KdtrError: as `read_target`.
   """
   return _read(path, "drafter", DrafterConfig, _load)
+
+
+def read_drafter_as_stored(path: StrPath) -> tuple[DrafterConfig, StateDict, str]:
+  """As `read_drafter`, but arrays are read-only views of the file in its dtype."""
+  return _read(path, "drafter", DrafterConfig, KdtrFile.read)
 
 
 def read_kind(path: StrPath) -> Literal["target", "drafter"]:
@@ -399,20 +405,9 @@ def _read_config(file: KdtrFile, config_class: type[_Config]) -> _Config:
     raise KdtrError(file.path, "config.model", "must be a JSON object")
   try:
     config = config_class.from_dict(model)
+    check_size(config, len(file.names))
   except (TypeError, ValueError) as error:
     raise KdtrError(file.path, "config.model", str(error)) from error
-  # The table bounds what a config can make us enumerate.
-  experts = 0
-  if isinstance(config, ModelConfig):
-    moe_layers = config.num_hidden_layers - config.first_k_dense_replace
-    experts = moe_layers * config.n_routed_experts if moe_layers > 0 else 0
-  if max(config.num_hidden_layers, experts) > len(file.names):
-    raise KdtrError(
-      file.path,
-      "config.model",
-      f"num_hidden_layers = {config.num_hidden_layers} and its experts need more "
-      f"than the {len(file.names)} tensors of the file",
-    )
   return config
 
 

@@ -23,6 +23,8 @@ from kdtree_jax.config import ConfigError, DrafterConfig
 from kdtree_jax.drafter.attention import cached_attention, dense_attention
 from kdtree_jax.drafter.layers import MLP, Linear, rotate
 from kdtree_jax.model.layers import RMSNorm
+from kdtree_jax.model.placement import Placement, empty, put
+from kdtree_jax.model.rounding import copy_rounded
 from kdtree_jax.reference.rope import rope_table
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -341,18 +343,23 @@ class DFlash(nnx.Module):
     config: DrafterConfig,
     state_dict: Mapping[str, np.ndarray],
     dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding: Placement = None,
   ) -> Self:
-    """Builds the drafter from published weights.
+    """Builds the drafter from published weights, which are copied one by one.
 
     Args:
       config: the drafter's configuration.
       state_dict: the flat names of z-lab's checkpoints (`fc.weight`,
         `layers.0.self_attn.q_proj.weight`, ...), Linear weights [out, in].
-      dtype: of the parameters; the weights are rounded to it once.
+        It may have a method `error(name, reason)` that gives the exception for
+        values that are not finite.
+      dtype: of the parameters, float32 or bfloat16; the weights are rounded to it
+        once.
+      sharding: where parameters go as they are built, see `load_checkpoint`.
 
     Raises:
-      ConfigError: a tensor is missing, unexpected or of another shape. Other
-        drafters have other tensors, and would run and propose nonsense.
+      ConfigError: a tensor is missing, unexpected, of another shape or not finite.
+        Other drafters have other tensors, and would run and propose nonsense.
     """
     graph, abstract = nnx.split(nnx.eval_shape(lambda: cls(config, dtype)))
     flat = dict(nnx.to_flat_state(abstract))
@@ -375,7 +382,19 @@ class DFlash(nnx.Module):
           f"drafter weight {name!r} has shape {np.shape(state_dict[name])}, which "
           f"does not fit the configuration (as [in, out]: {flat[path].shape})"
         )
-      loaded[path] = nnx.Param(jnp.asarray(value, dtype))
+      # The host's copy goes to the device, which may take it over: never a view of a
+      # file, whose contents may change.
+      into = empty(value.shape, jnp.dtype(dtype))
+      try:
+        copy_rounded(into.T, value.T)  # As the published weights lie.
+      except ValueError as error:
+        make = getattr(state_dict, "error", None)
+        if make:
+          raise make(name, str(error)) from error
+        raise ConfigError(f"drafter weight {name!r} {error}") from error
+      array = put(".".join(map(str, path)), into, sharding)
+      loaded[path] = nnx.Param(jax.block_until_ready(array))
+      del value, into, array  # Before the next one is read.
     return nnx.merge(graph, nnx.from_flat_state(loaded))
 
   def to_state_dict(self) -> dict[str, np.ndarray]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ Sharding = jax.sharding.Sharding
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
 _ALIGNMENT = 64  # Bytes.
-_Module = TypeVar("_Module", bound=nnx.Module)
 
 
 def empty(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
@@ -61,11 +59,3 @@ def variables(module: nnx.Module) -> dict[str, nnx.Variable]:
     for path, node in nnx.iter_graph(module)
     if isinstance(node, nnx.Variable)
   }
-
-
-def place(module: _Module, sharding: Placement) -> _Module:
-  """The module, its variables moved one after the other."""
-  if sharding is not None:
-    for name, variable in variables(module).items():
-      variable.set_value(put(name, variable[...], sharding))
-  return module

@@ -12,8 +12,9 @@ the value that a DFlash drafter has, or is refused; and so is every further tens
 from __future__ import annotations
 
 import os
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from kdtree_jax.checkpoint.hf.safetensors import (
 )
 from kdtree_jax.checkpoint.kdtr_format import TensorInfo
 from kdtree_jax.checkpoint.kdtr_writer import fingerprint
+from kdtree_jax.checkpoint.size import check_layers
 from kdtree_jax.config import ConfigError, DrafterConfig
 from kdtree_jax.reference.weights import drafter_weight_shapes
 
@@ -96,7 +98,17 @@ def read_hf_drafter(
   directory: str | os.PathLike[str],
   rope_amplitude: float | None = None,
   causal: Causal | None = None,
-) -> tuple[DrafterConfig, Mapping[str, np.ndarray], str]:
+) -> tuple[DrafterConfig, HfDrafterWeights, str]:
+  """As `open_hf_drafter`, with the fingerprint of the weights, which reads them all."""
+  config, weights = open_hf_drafter(directory, rope_amplitude, causal)
+  return config, weights, weights.fingerprint()
+
+
+def open_hf_drafter(
+  directory: str | os.PathLike[str],
+  rope_amplitude: float | None = None,
+  causal: Causal | None = None,
+) -> tuple[DrafterConfig, HfDrafterWeights]:
   """Opens a published DFlash drafter; values are read when they are asked for.
 
   `check_drafter` compares what is returned with a target.
@@ -112,8 +124,7 @@ def read_hf_drafter(
       "sliding".
 
   Returns:
-    The configuration; read-only arrays in the dtype of the file by name; the
-    fingerprint of the weights.
+    The configuration; read-only arrays in the dtype of the file by name.
 
   Raises:
     FileNotFoundError: no such directory.
@@ -125,45 +136,62 @@ def read_hf_drafter(
   if not directory.is_dir():
     raise FileNotFoundError(f"directory = {directory} does not exist")
   path = directory / CONFIG_FILE
-  config = drafter_config(load_json(path), path, rope_amplitude, causal)
-  tensors = SafetensorsDirectory(directory)
-  _check_tensors(config, tensors)
-  return config, _Tensors(tensors), _fingerprint(tensors)
+  values = load_json(path)
+  files = SafetensorsDirectory(directory)
+  config = drafter_config(values, path, rope_amplitude, causal, len(files.entries))
+  _check_tensors(config, files)
+  return config, HfDrafterWeights(files)
 
 
-class _Tensors(Mapping[str, np.ndarray]):
-  """Views of the files, made when they are asked for."""
+class HfDrafterWeights(Mapping[str, np.ndarray]):
+  """A drafter's weights: views of the files, made when they are asked for.
 
-  def __init__(self, tensors: SafetensorsDirectory) -> None:
-    self._tensors = tensors
+  As of `HfWeights`, a thread's read gives back the memory of the pages of its last one.
+  """
+
+  def __init__(self, files: SafetensorsDirectory) -> None:
+    self._files = files
+    self._last = threading.local()
 
   def __getitem__(self, name: str) -> np.ndarray:
-    if name not in self._tensors.entries:
+    if name not in self._files.entries:
       raise KeyError(name)
-    return self._tensors.read(name)
+    last = getattr(self._last, "name", None)
+    if last is not None:
+      self._files.release(last)
+    self._last.name = name
+    return self._files.read(name)
 
-  def __iter__(self):
-    return iter(self._tensors.entries)
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._files.entries)
 
   def __len__(self) -> int:
-    return len(self._tensors.entries)
+    return len(self._files.entries)
 
+  def __contains__(self, name: object) -> bool:  # Mapping's own reads the value.
+    return name in self._files.entries
 
-def _fingerprint(tensors: SafetensorsDirectory) -> str:
-  """That of a KDTR file which holds the tensors in the dtypes of the directory."""
-  return fingerprint(
-    [
-      TensorInfo(
-        name=name,
-        dtype=_CODES[entry.dtype],
-        shape=entry.shape,
-        offset=0,
-        nbytes=entry.stop - entry.start,
-        crc32=zlib.crc32(tensors.bytes_of(name)),
+  def error(self, name: str, reason: str) -> CheckpointError:
+    """That something is wrong with a weight's values."""
+    return CheckpointError(self._files.entries[name].file, f"tensor {name!r}", reason)
+
+  def fingerprint(self) -> str:
+    """That of a KDTR file with the tensors in these dtypes; reads all of them."""
+    rows = []
+    for name, entry in self._files.entries.items():
+      checksum = zlib.crc32(self._files.bytes_of(name))
+      self._files.release(name)
+      rows.append(
+        TensorInfo(
+          name=name,
+          dtype=_CODES[entry.dtype],
+          shape=entry.shape,
+          offset=0,
+          nbytes=entry.stop - entry.start,
+          crc32=checksum,
+        )
       )
-      for name, entry in tensors.entries.items()
-    ]
-  )
+    return fingerprint(rows)
 
 
 def drafter_config(
@@ -171,14 +199,16 @@ def drafter_config(
   path: str | os.PathLike[str] = CONFIG_FILE,
   rope_amplitude: float | None = None,
   causal: Causal | None = None,
+  tensors: int | None = None,
 ) -> DrafterConfig:
   """The contents of a drafter's `config.json` as ours.
 
   Args:
     values: the contents.
     path: of the file, for messages.
-    rope_amplitude: as in `read_hf_drafter`.
+    rope_amplitude: as in `open_hf_drafter`.
     causal: as there.
+    tensors: number of tensors in the files, if known: more layers are refused.
 
   Raises:
     CheckpointError: a field is missing, unknown, or has a value that is not supported.
@@ -190,6 +220,11 @@ def drafter_config(
   own = fields.inner("dflash_config", own)
   _check_kind(fields, own)
   sizes = {name: _integer(fields, name, fields.required(name)) for name in _SIZES}
+  if tensors is not None:
+    try:
+      check_layers(sizes["num_hidden_layers"], tensors)
+    except ConfigError as error:
+      raise fields.error("num_hidden_layers", str(error)) from error
   kinds, window = _layers(fields, sizes["num_hidden_layers"])
   said = _causal(fields, own, "sliding_attention" in kinds and causal is None)
   rope = read_rope(fields)

@@ -24,7 +24,8 @@ from kdtree_jax.checkpoint.hf.config import HfConfig, read_config
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.safetensors import SafetensorsDirectory
 from kdtree_jax.checkpoint.int4 import GROUP_SIZE, Int4Tensor, check_scales, dequantize
-from kdtree_jax.config import ModelConfig
+from kdtree_jax.checkpoint.size import check_size
+from kdtree_jax.config import ConfigError, ModelConfig
 from kdtree_jax.reference.weights import is_routed_expert, weight_shapes
 
 StrPath = str | os.PathLike[str]
@@ -72,7 +73,10 @@ class HfWeights(Mapping[str, "np.ndarray | Int4Tensor"]):
     self._config = config
     self._files = files
     self._last = threading.local()
-    _check_size(config.model, files)
+    try:
+      check_size(config.model, len(files.entries))
+    except ConfigError as error:
+      raise CheckpointError(files.path / CONFIG_FILE, "config", str(error)) from error
     self._shapes = weight_shapes(config.model)
     self._sources = {
       name: self._source(name, shape) for name, shape in self._shapes.items()
@@ -279,16 +283,3 @@ def _is_linear(name: str) -> bool:
   return name.endswith("_proj.weight") or name.endswith(
     ("kv_a_proj_with_mqa.weight", "lm_head.weight")
   )
-
-
-def _check_size(model: ModelConfig, files: SafetensorsDirectory) -> None:
-  """The files bound what a config can make us enumerate."""
-  layers = model.num_hidden_layers - model.first_k_dense_replace
-  experts = layers * model.n_routed_experts if layers > 0 else 0
-  if max(model.num_hidden_layers, experts) > len(files.entries):
-    raise CheckpointError(
-      files.path / CONFIG_FILE,
-      "field num_hidden_layers",
-      f"{model.num_hidden_layers} layers and their experts need more tensors than the "
-      f"{len(files.entries)} of the files",
-    )

@@ -17,6 +17,7 @@ from kdtree_jax.checkpoint import load_drafter, save_drafter
 from kdtree_jax.checkpoint.hf.drafter import drafter_config, is_drafter, read_hf_drafter
 from kdtree_jax.checkpoint.hf.errors import CheckpointError
 from kdtree_jax.checkpoint.hf.export import export_hf
+from kdtree_jax.checkpoint.hf.safetensors import SafetensorsDirectory
 from kdtree_jax.checkpoint.hf.safetensors_writer import Tensor, write_safetensors
 from kdtree_jax.config import ConfigError, DrafterConfig, ModelConfig, YarnConfig
 from kdtree_jax.drafter import check_drafter
@@ -395,6 +396,46 @@ def test_tensors_that_the_config_does_not_mean(tmp_path, name, value, says):
     read_hf_drafter(tmp_path / "d")
   assert repr(name) in caught.value.what
   assert "model.safetensors" in caught.value.file
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight"])
+def test_weights_that_are_not_finite(tmp_path, name, value):
+  weights = tensors()
+  weights[name] = weights[name].copy()
+  weights[name][..., -1] = value
+  write(tmp_path / "d", weights)
+  with pytest.raises(CheckpointError, match="holds NaN or infinite") as caught:
+    kd.load_checkpoint(tmp_path / "d")
+  assert caught.value.file == str(tmp_path / "d" / "model.safetensors")
+  assert caught.value.what == f"tensor {name!r}"
+  with pytest.raises(ConfigError, match=f"'{name}' holds NaN or infinite"):
+    kd.drafter.DFlash.from_state_dict(EXPECTED, weights)
+
+
+def test_files_bound_the_layers(tmp_path):
+  """Or 50 bytes of a config would have lists of any length made."""
+  config = changed("layer_types") | {"num_hidden_layers": 10**12}
+  write(tmp_path / "d", tensors(), config | {"use_sliding_window": False})
+  with pytest.raises(CheckpointError, match="more tensors than the 25 there are") as e:
+    read_hf_drafter(tmp_path / "d")
+  assert e.value.what == "field num_hidden_layers"
+
+
+def test_loading_reads_every_tensor_once(tmp_path, monkeypatch):
+  """And computes no fingerprint, which nobody would look at."""
+  write(tmp_path / "d", tensors())
+  read, released = [], []
+  for name, names in (("read", read), ("release", released)):
+    own = getattr(SafetensorsDirectory, name)
+    monkeypatch.setattr(
+      SafetensorsDirectory,
+      name,
+      lambda self, name, own=own, names=names: (names.append(name), own(self, name))[1],
+    )
+  monkeypatch.setattr(SafetensorsDirectory, "bytes_of", None)
+  kd.load_checkpoint(tmp_path / "d")
+  assert sorted(read) == sorted(tensors()) and released == read[:-1]
 
 
 def test_missing_files(tmp_path):

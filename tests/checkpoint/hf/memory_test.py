@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 import kdtree_jax as kd
-from kdtree_jax.checkpoint import Int4Tensor, quantize
+from kdtree_jax.checkpoint import Int4Tensor, quantize, save_drafter
+from kdtree_jax.checkpoint.hf.drafter import drafter_config
 from kdtree_jax.model import target_from_state_dict
 from kdtree_jax.model.placement import variables
 from kdtree_jax.reference import random_weights
-from kdtree_jax.reference.weights import weight_shapes
+from kdtree_jax.reference.weights import drafter_weight_shapes, weight_shapes
+from tests.checkpoint.hf import drafter_test
 from tests.checkpoint.hf.directories import (
   FP8,
   fp8_blocks,
@@ -30,7 +32,14 @@ from tests.checkpoint.hf.directories import (
   write_json,
   write_tensors,
 )
-from tests.checkpoint.hf.models import BF16, WIDE, family, fp8_model, int4_model
+from tests.checkpoint.hf.models import (
+  BF16,
+  WIDE,
+  family,
+  fp8_model,
+  int4_model,
+  transformers_5,
+)
 from tests.model.families import family_config
 
 ROOT = Path(__file__).parents[3]
@@ -136,6 +145,9 @@ def test_a_directory_costs_one_tensor_besides_the_result(tmp_path, dtype):
   assert peak < result + 1.25 * largest + 1_000_000
 
 
+linux = pytest.mark.skipif(
+  not sys.platform.startswith("linux"), reason="reads /proc/self/status"
+)
 RESIDENT = """
 import sys
 import kdtree_jax as kd
@@ -156,7 +168,21 @@ print(resident(peak=True) - before, result)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def resident(tmp_path: Path) -> tuple[int, int]:
+  """Bytes that loading "large" takes at its peak, and those of the parameters."""
+  run = subprocess.run(
+    [sys.executable, "-c", RESIDENT, *(str(tmp_path / s) for s in ("small", "large"))],
+    env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": ""},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert run.returncode == 0, run.stderr
+  used, result = map(int, run.stdout.split())
+  return used, result
+
+
+@linux
 def test_pages_of_files_are_given_back(tmp_path):
   """The files are as large as the result; one of their tensors is there at a time."""
   sizes = {"small": (16, 64), "large": (2048, 1024)}
@@ -178,21 +204,81 @@ def test_pages_of_files_are_given_back(tmp_path):
     write_tensors(tmp_path / name, tensors, 2)
     write_json(tmp_path / name / "config.json", hub_config(config))
   largest = 2 * 2048 * 1024
-  run = subprocess.run(
-    [sys.executable, "-c", RESIDENT, *(str(tmp_path / name) for name in sizes)],
-    env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PATH": ""},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert run.returncode == 0, run.stderr
-  used, result = map(int, run.stdout.split())
+  used, result = resident(tmp_path)
   assert result > 30 * largest
   # Arenas of the allocator and JAX's own memory differ by some MB from run to run.
   assert used < result + largest + 24_000_000
 
 
+@linux
+def test_pages_of_a_drafter_are_given_back(tmp_path):
+  for name, hidden in (("small", 64), ("large", 1024)):
+    sizes = drafter_test.CONFIG | {
+      "hidden_size": hidden,
+      "intermediate_size": 4 * hidden,
+      "head_dim": hidden // 4,
+      "num_hidden_layers": 3,
+      "layer_types": ["full_attention"] * 3,
+    }
+    shapes = drafter_weight_shapes(drafter_config(sizes))
+    rng = np.random.default_rng(0)
+    weights = {
+      key: rng.integers(0, 2**14, shape, dtype=np.uint16).view(BF16)
+      for key, shape in shapes.items()
+    }
+    drafter_test.write(tmp_path / name, weights, sizes)
+  largest = 2 * 1024 * 4096
+  used, result = resident(tmp_path)
+  assert result > 10 * largest
+  assert used < result + largest + 24_000_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["drafter", "target"])
+def test_parameters_are_no_views_of_files(tmp_path, kind, dtype):
+  """JAX takes over aligned memory on a CPU: that of a file, if it is given it."""
+  folder = tmp_path / "d"
+  if kind == "drafter":
+    drafter_test.write(folder, drafter_test.tensors(np.dtype(dtype)))
+  else:
+    config = family("other")
+    write_tensors(
+      folder, {k: w.astype(dtype) for k, w in random_weights(config, 0).items()}
+    )
+    write_json(folder / "config.json", transformers_5(config))
+  model = kd.load_checkpoint(folder, dtype)
+  before = {k: np.array(v[...]) for k, v in variables(model).items()}
+  # A change of the file in place, at which mapped pages change too.
+  file = folder / "model.safetensors"
+  with open(file, "r+b") as opened:
+    opened.seek(-(file.stat().st_size - 8), 2)
+    opened.write(bytes(file.stat().st_size - 8))
+  for name, variable in variables(model).items():
+    assert np.array(variable[...]).tobytes() == before[name].tobytes(), name
+
+
 # Where parameters go.
+
+
+@pytest.mark.parametrize("stored", ["directory", "file"])
+def test_the_sharding_of_a_drafter(tmp_path, stored):
+  """Parameters go there one by one, by the names that they have in the module."""
+  path = drafter_test.write(tmp_path / "d", drafter_test.tensors())
+  if stored == "file":
+    path = tmp_path / "d.kdtr"
+    save_drafter(path, drafter_test.EXPECTED, drafter_test.tensors())
+  seen = {}
+
+  def choose(name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    seen[name] = shape
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+  drafter = kd.load_checkpoint(path, sharding=choose)
+  assert seen == {n: v.shape for n, v in variables(drafter).items()}
+  assert seen["layers.1.self_attn.o_proj.kernel"] == (32, 16)
+  assert seen["fc.kernel"] == (32, 16) and seen["norm.weight"] == (16,)
+  with pytest.raises(ValueError, match=r"sharding\('fc.kernel', ...\) is 3"):
+    kd.load_checkpoint(path, sharding=lambda *_: 3)  # type: ignore[arg-type]
 
 
 def test_a_sharding_for_all(tmp_path):

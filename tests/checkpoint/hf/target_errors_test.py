@@ -33,6 +33,24 @@ from tests.checkpoint.hf.models import (
 from tests.model.families import family_weights
 
 
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("num_hidden_layers", 10**12),
+    ("n_routed_experts", 10**12),
+    ("max_position_embeddings", 2**21 + 1),
+    ("max_position_embeddings", 10**12),
+  ],
+)
+def test_sizes_that_no_file_bears_out(tmp_path, name, value):
+  write(tmp_path, hub_config(family("kimi")) | {name: value}, stored_weights("kimi"))
+  with pytest.raises(CheckpointError) as caught:
+    read_hf_target(tmp_path)
+  assert caught.value.file == str(tmp_path / "config.json")
+  named = "num_hidden_layers" if name == "n_routed_experts" else name
+  assert f"{named} = " in caught.value.reason
+
+
 def test_a_missing_tensor(tmp_path):
   for name in family_weights("kimi"):
     weights = stored_weights("kimi")
@@ -88,7 +106,9 @@ def test_a_config_of_another_model(tmp_path):
     read_hf_target(tmp_path)
   document = hub_config(family("kimi")) | {"num_hidden_layers": 10**9}
   write_json(tmp_path / "config.json", document)
-  with pytest.raises(CheckpointError, match=r"config.json: field num_hidden_layers"):
+  with pytest.raises(
+    CheckpointError, match="config.json: config: num_hidden_layers = "
+  ):
     read_hf_target(tmp_path)
 
 

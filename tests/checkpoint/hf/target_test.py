@@ -27,7 +27,6 @@ from tests.checkpoint.hf.directories import (
   SINGLE,
   hub_config,
   packed_int4,
-  write_json,
 )
 from tests.checkpoint.hf.models import (
   BF16,
@@ -274,8 +273,9 @@ def test_no_such_directory(tmp_path):
 
 
 def test_a_drafter_is_told_by_its_config(tmp_path):
-  write_json(tmp_path / "config.json", {"architectures": ["DFlashDraftModel"]})
-  with pytest.raises(CheckpointError, match=r"config.json"):
+  document = {"architectures": ["DFlashDraftModel"]}
+  write(tmp_path, document, stored_weights("kimi"))
+  with pytest.raises(CheckpointError, match=r"config.json: field dflash_config"):
     kd.load_checkpoint(tmp_path)
   with pytest.raises(CheckpointError, match="model_type"):
     load_target(tmp_path)
