@@ -417,7 +417,7 @@ def _as_floats(weights: Mapping[str, Any], name: str) -> np.ndarray:
   try:
     return dequantize(weight)
   except ValueError as error:
-    raise ValueError(f"tensor {name!r}: {error}") from error
+    raise _error(weights, name, str(error)) from error
 
 
 def _as_int4(weights: Mapping[str, Any], name: str) -> Int4Tensor:
@@ -431,7 +431,7 @@ def _as_int4(weights: Mapping[str, Any], name: str) -> Int4Tensor:
     check_scales(weight)
     int4_weight.check_scales(weight.scales)
   except ValueError as error:
-    raise ValueError(f"tensor {name!r}: {error}") from error
+    raise _error(weights, name, str(error)) from error
   if weight.group_size != GROUP_SIZE:
     raise ValueError(
       f"tensor {name!r} has int4 groups of {weight.group_size}, not of {GROUP_SIZE}"

@@ -22,6 +22,7 @@ from kdtree_jax.checkpoint.hf import (
 )
 from kdtree_jax.model import Target, target_from_state_dict, target_to_state_dict
 from kdtree_jax.model.placement import variables
+from kdtree_jax.reference import random_weights
 from tests.checkpoint.hf.directories import (
   INDEX,
   SINGLE,
@@ -30,6 +31,7 @@ from tests.checkpoint.hf.directories import (
 )
 from tests.checkpoint.hf.models import (
   BF16,
+  WIDE,
   family,
   fp8_model,
   int4_model,
@@ -39,6 +41,8 @@ from tests.checkpoint.hf.models import (
   write,
 )
 from tests.model.families import family_weights
+
+WIDE_KIMI = family("kimi", **WIDE)
 
 
 def assert_same_target(got: Target, want: Target) -> None:
@@ -112,6 +116,16 @@ def test_weights_that_are_not_finite(tmp_path, stored, dtype, name):
     kd.load_checkpoint(tmp_path, dtype)
   assert caught.value.what == f"tensor {name!r}"
   assert "-of-00002.safetensors" in caught.value.file
+
+
+def test_experts_that_int4_cannot_hold(tmp_path):
+  weights = {k: w.astype(BF16) for k, w in random_weights(WIDE_KIMI, 0).items()}
+  name = "model.layers.1.mlp.experts.7.down_proj.weight"
+  weights[name][0, 0] = np.nan
+  write(tmp_path, hub_config(WIDE_KIMI), weights)
+  with pytest.raises(CheckpointError, match="NaN or infinite") as caught:
+    kd.load_checkpoint(tmp_path, expert_dtype="int4")
+  assert caught.value.what == f"tensor {name!r}"
 
 
 def test_the_spelling_of_transformers_5(tmp_path):
