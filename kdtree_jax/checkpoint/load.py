@@ -56,8 +56,8 @@ def load_checkpoint(
     FileNotFoundError: no such file or directory.
     KdtrError: the file is damaged or does not hold a model.
     CheckpointError: the same of a directory; it names file, tensor or field, reason.
-    ValueError: an argument is not one of the allowed values, or int4 does not fit the
-      sizes of the model.
+    ValueError: an argument is not one of the allowed values, int4 does not fit the
+      sizes of the model, or a weight of a KDTR file is too large for `dtype`.
   """
   check_expert_dtype(expert_dtype)
   if _kind(_existing(path)) == "target":
@@ -87,6 +87,7 @@ def load_target(
     fingerprint=fingerprint,
     expert_dtype=expert_dtype,
     sharding=sharding,
+    finite=True,
   )
 
 
@@ -118,7 +119,7 @@ def load_drafter(
     given = {"rope_amplitude": rope_amplitude, "causal": causal}
     given = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(config, **given)
-  return DFlash.from_state_dict(config, weights, compute_dtype, sharding)
+  return DFlash.from_state_dict(config, weights, compute_dtype, sharding, finite=True)
 
 
 def _kind(path: Path) -> Literal["target", "drafter"]:

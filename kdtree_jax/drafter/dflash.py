@@ -344,6 +344,7 @@ class DFlash(nnx.Module):
     state_dict: Mapping[str, np.ndarray],
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Placement = None,
+    finite: bool = False,
   ) -> Self:
     """Builds the drafter from published weights, which are copied one by one.
 
@@ -356,6 +357,8 @@ class DFlash(nnx.Module):
       dtype: of the parameters, float32 or bfloat16; the weights are rounded to it
         once.
       sharding: where parameters go as they are built, see `load_checkpoint`.
+      finite: whether weights that are NaN or infinite, or too large for `dtype`, are
+        refused, as `load_checkpoint` does.
 
     Raises:
       ConfigError: a tensor is missing, unexpected, of another shape or not finite.
@@ -386,7 +389,7 @@ class DFlash(nnx.Module):
       # file, whose contents may change.
       into = empty(value.shape, jnp.dtype(dtype))
       try:
-        copy_rounded(into.T, value.T)  # As the published weights lie.
+        copy_rounded(into.T, value.T, finite)  # As the published weights lie.
       except ValueError as error:
         make = getattr(state_dict, "error", None)
         if make:

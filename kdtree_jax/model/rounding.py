@@ -15,15 +15,16 @@ _F32 = np.dtype(np.float32)
 _BLOCK = 1 << 16  # Elements.
 
 
-def copy_rounded(into: np.ndarray, source: np.ndarray) -> None:
+def copy_rounded(into: np.ndarray, source: np.ndarray, finite: bool = False) -> None:
   """`into[...] = source`: every value rounded once, to nearest, ties to even.
 
   Args:
     into: float32 or bfloat16 of any strides (a transposed view, say).
     source: of the same shape: float64, float32, float16 or bfloat16.
+    finite: whether NaN, infinity and what is too large for `into` are refused.
 
   Raises:
-    ValueError: shapes differ, or a value is NaN, infinite or too large for `into`.
+    ValueError: shapes differ, or a value is refused.
   """
   if into.shape != source.shape:
     raise ValueError(f"source is {list(source.shape)}, into {list(into.shape)}")
@@ -33,7 +34,7 @@ def copy_rounded(into: np.ndarray, source: np.ndarray) -> None:
   rows = max(1, _BLOCK // max(1, source.size // max(1, len(source))))
   for start in range(0, len(source), rows):
     block = _converted(source[start : start + rows], into.dtype)
-    if not _finite(block):
+    if finite and not _finite(block):
       raise ValueError("holds NaN or infinite values, or overflows its dtype")
     target[start : start + rows] = block
 

@@ -49,6 +49,7 @@ class _Tensor:
   weights: Mapping[str, Any]
   name: str
   int4: bool
+  finite: bool  # Whether other values are refused.
 
   def __call__(self) -> Any:
     return (_as_int4 if self.int4 else _as_floats)(self.weights, self.name)
@@ -56,7 +57,7 @@ class _Tensor:
   def copy(self, into: np.ndarray, values: np.ndarray) -> None:
     """`copy_rounded` of what was read; an error says of which tensor."""
     try:
-      copy_rounded(into, values)
+      copy_rounded(into, values, self.finite)
     except ValueError as error:
       raise _error(self.weights, self.name, str(error)) from error
 
@@ -293,6 +294,7 @@ def target_from_state_dict(
   fingerprint: str | None = None,
   expert_dtype: ExpertDtype = "as_stored",
   sharding: Placement = None,
+  finite: bool = False,
 ) -> Target:
   """Builds a target from arrays with Hugging Face's names.
 
@@ -310,11 +312,13 @@ def target_from_state_dict(
     expert_dtype: "as_stored" keeps routed experts int4 if they are, "int4" quantises
       floats, "dequantized" makes them floats of `dtype`.
     sharding: where parameters go as they are built, see `load_checkpoint`.
+    finite: whether weights that are NaN or infinite, or too large for `dtype`, are
+      refused, as `load_checkpoint` does. Int4 refuses them anyway.
 
   Raises:
     ValueError: a tensor is missing, left over, or of another shape; it is int4 and may
       not be; some experts are int4 and others are not; int4 does not fit the config; a
-      value is NaN or infinite, or too large for `dtype`.
+      value is not finite.
   """
   check_expert_dtype(expert_dtype)
   int4 = _check(config, weights, expert_dtype == "as_stored")
@@ -337,7 +341,7 @@ def target_from_state_dict(
   largest = max(map(math.prod, shapes.values()))
   with Workers() as workers:
     for entry in _entries(target):
-      read = tuple(_Tensor(weights, name, entry.int4) for name in entry.names)
+      read = tuple(_Tensor(weights, name, entry.int4, finite) for name in entry.names)
       values = [empty(v.shape, v.dtype) for v in entry.variables]
       at_once = largest // math.prod(shapes[entry.names[0]])
       workers.run(entry.pack(tuple(values), read), at_once)

@@ -88,7 +88,9 @@ def test_what_is_not_finite_is_refused(into, source, bad):
     values[index] = bad
     target = np.zeros(shape, into)
     with pytest.raises(ValueError, match="holds NaN or infinite"):
-      copy_rounded(target, values)
+      copy_rounded(target, values, finite=True)
+    copy_rounded(target, values)
+    np.testing.assert_array_equal(target.astype(np.float64), values.astype(np.float64))
 
 
 def test_the_largest_numbers_are_finite():
@@ -97,10 +99,10 @@ def test_the_largest_numbers_are_finite():
       [ml_dtypes.finfo(largest).max, ml_dtypes.finfo(largest).min], np.float64
     )
     target = np.zeros(2, into)
-    copy_rounded(target, most)
+    copy_rounded(target, most, finite=True)
     np.testing.assert_array_equal(target.astype(np.float64), most)
     with pytest.raises(ValueError, match="overflows"):
-      copy_rounded(target, most * 1.01)
+      copy_rounded(target, most * 1.01, finite=True)
 
 
 @pytest.mark.parametrize("into", [np.float32, BF16])

@@ -138,7 +138,7 @@ def test_values_that_are_not_finite_are_refused(name, value, dtype):
   weights[name] = weights[name].copy()
   weights[name][..., -1] = value
   with pytest.raises(ValueError, match=f"tensor '{name}': holds NaN or infinite"):
-    target_from_state_dict(family_config("kimi"), weights, dtype=dtype)
+    target_from_state_dict(family_config("kimi"), weights, dtype=dtype, finite=True)
 
 
 @pytest.mark.parametrize(

@@ -410,7 +410,7 @@ def test_weights_that_are_not_finite(tmp_path, name, value):
   assert caught.value.file == str(tmp_path / "d" / "model.safetensors")
   assert caught.value.what == f"tensor {name!r}"
   with pytest.raises(ConfigError, match=f"'{name}' holds NaN or infinite"):
-    kd.drafter.DFlash.from_state_dict(EXPECTED, weights)
+    kd.drafter.DFlash.from_state_dict(EXPECTED, weights, finite=True)
 
 
 def test_files_bound_the_layers(tmp_path):
