@@ -21,11 +21,9 @@ MAX_POSITIONS = 2**31 - 1
 
 
 # Which kernel runs, as the custom call takes it; see `custom_calls/tree_attention.h`.
+# All widths of a model must use one. "auto" takes the one for Hopper on a GPU that it
+# is for, where its blocks of 64 heads are full.
 KERNELS = ("auto", "portable", "hopper")
-# Whether "auto" takes the kernel for Hopper on a GPU that it is for, where its blocks
-# of 64 heads are full. All widths of a model must use one kernel; this one is much
-# faster at many rows, but slower at one row and 128k positions: see docs/kernels.md.
-AUTO_TAKES_HOPPER = False
 # The shape that the kernel for Hopper is compiled for.
 HOPPER_WIDTH = 576
 HOPPER_VALUE_DIM = 512
@@ -50,14 +48,14 @@ def default_chunk(positions: int) -> int:
 def default_chunk_on_hopper(positions: int) -> int:
   """The same for the kernel for Hopper, whose blocks share a chunk where rows are few.
 
-  An 8th of the positions, rounded down to a power of two, but 512 at least and 4,096 at
+  An 8th of the positions, rounded down to a power of two, but 512 at least and 2,048 at
   most.
 
   Args:
     positions: the most that a cache may have, at least 1.
   """
   power = 1 << max(positions // 8, 1).bit_length() - 1
-  return max(512, min(4096, power))
+  return max(512, min(2048, power))
 
 
 def kernel_obstacle(dtype: Any, width: int, value_dim: int, scale: float) -> str | None:
@@ -75,7 +73,7 @@ def kernel_obstacle(dtype: Any, width: int, value_dim: int, scale: float) -> str
 
 
 def kernel_on(
-  device: jax.Device,
+  device: Any,
   *,
   dtype: Any = jnp.bfloat16,
   heads: int = HOPPER_HEADS,
@@ -91,21 +89,21 @@ def kernel_on(
     device: a GPU that the library has code for.
     dtype, heads, width, value_dim, scale: of the call; those of Kimi where not given.
   """
-  if not AUTO_TAKES_HOPPER or heads % HOPPER_HEADS:
+  if heads % HOPPER_HEADS:
     return "portable"
   if kernel_obstacle(dtype, width, value_dim, scale) or not runs_hopper(device):
     return "portable"
   return "hopper"
 
 
-def runs_hopper(device: jax.Device) -> bool:
+def runs_hopper(device: Any) -> bool:
   """Whether a GPU can run the kernel for Hopper: its kind, and the library's code."""
   capability = str(getattr(device, "compute_capability", ""))
   has_code = "sm_90a" in _library.build_info().architectures
   return capability.startswith("9.") and has_code
 
 
-def describe_kernel(device: jax.Device) -> str:
+def describe_kernel(device: Any) -> str:
   """What "auto" runs on a GPU, in words."""
   if kernel_on(device) == "portable":
     return "portable"
@@ -209,9 +207,7 @@ def attend(
     layer=int(layer),
     chunk=int(chunk),
     chunk_on_hopper=int(chunk_on_hopper),
-    kernel=KERNELS.index(
-      kernel if AUTO_TAKES_HOPPER or kernel != "auto" else "portable"
-    ),
+    kernel=KERNELS.index(kernel),
     rows_per_block=int(rows_per_block),
     blocks_per_item=int(blocks_per_item),
     scale=float(scale),

@@ -73,11 +73,11 @@ def tree_attention(
     max_positions: positions that any cache of this model may have; S where None. A
       model gives its own limit, so that the CUDA form's bits do not depend on how
       large a cache was made.
-    kernel: of the CUDA form: "portable", "hopper", or "auto", which is portable unless
-      `_tree_attention_cuda.AUTO_TAKES_HOPPER`. The kernel for Hopper needs a GPU of
-      compute capability 9.x, bfloat16, W = 576, value_dim = 512 and a positive scale.
-      Each kernel is exact in itself, but their bits differ. `print_environment` says
-      which "auto" is.
+    kernel: of the CUDA form: "portable", "hopper", or "auto". The kernel for Hopper
+      needs a GPU of compute capability 9.x, bfloat16, W = 576, value_dim = 512 and a
+      positive scale; "auto" is that one there, if heads are a multiple of 64. Each
+      kernel is exact in itself, but their bits differ. `print_environment` says which
+      "auto" is.
     implementation: "auto", "xla" or "cuda". The CUDA form takes float32 and
       bfloat16, at most 128 nodes, 129 depths and W = 576, and chunks of a multiple
       of 16; and at most 65,535 sequences, 65,535 chunks and chunks of 2^20. What goes

@@ -289,9 +289,8 @@ def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
 
 
 @pytest.mark.gpu
-def test_the_kernel_for_hopper_is_chosen_where_its_blocks_are_full(monkeypatch):
+def test_the_kernel_for_hopper_is_chosen_where_its_blocks_are_full():
   """Then "auto" has its bits, and where heads are few the portable kernel's."""
-  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
   for heads, kernel in ((64, "hopper"), (8, "portable")):
     case = make_case((heads, 7, 576, 512), "hopper")
     assert kernel == _tree_attention_cuda.kernel_on(jax.devices()[0], heads=heads)
@@ -452,7 +451,7 @@ def test_the_program_for_cuda_holds_the_call():
     if expected:
       assert "layer = 2 : i64" in text and "scale = 2.500000e-01 : f64" in text
       assert "chunk = 128 : i64" in text
-      assert "chunk_on_hopper = 512 : i64" in text and "kernel = 1 : i64" in text
+      assert "chunk_on_hopper = 512 : i64" in text and "kernel = 0 : i64" in text
       # The cache as a whole, and ceil((256 + 6) / 128) chunks of 2 x 40 rows.
       assert "tensor<3x2x256x80xf32>" in text and "tensor<2x40x3x16xf32>" in text
 
@@ -466,7 +465,7 @@ def test_the_chunk_depends_on_the_longest_context_alone():
   sizes = [
     _tree_attention_cuda.default_chunk_on_hopper(s) for s in (1, 8191, 32768, 10**6)
   ]
-  assert sizes == [512, 512, 4096, 4096]
+  assert sizes == [512, 512, 2048, 2048]
   for positions in (1, 100, 4096, 10**5, 10**7):
     larger = _tree_attention_cuda.default_chunk_on_hopper(positions)
     assert larger >= _tree_attention_cuda.default_chunk(positions)
@@ -551,10 +550,9 @@ def test_the_grid_and_ints_of_the_cuda_form_are_limited(batch, positions, chunk,
   assert "kdtree_jax.tree_attention" not in text
 
 
-def test_a_kernel_can_be_named(monkeypatch):
+def test_a_kernel_can_be_named():
   kimi = small(W=576, dtype="bfloat16")
-  assert "kernel = 1 : i64" in lowered(kimi, implementation="cuda", value_dim=512)
-  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
+  assert "kernel = 0 : i64" in lowered(kimi, implementation="cuda", value_dim=512)
   for i, kernel in enumerate(("auto", "portable", "hopper")):
     text = lowered(kimi, implementation="cuda", kernel=kernel, value_dim=512)
     assert f"kernel = {i} : i64" in text
@@ -574,8 +572,7 @@ def test_which_kernel_a_gpu_gets(monkeypatch):
   monkeypatch.setattr(_tree_attention_cuda._library, "build_info", lambda: info)
   h200, rtx = (types.SimpleNamespace(compute_capability=c) for c in ("9.0", "12.0"))
   on = _tree_attention_cuda.kernel_on
-  assert on(h200) == "portable" and _tree_attention_cuda.runs_hopper(h200)
-  monkeypatch.setattr(_tree_attention_cuda, "AUTO_TAKES_HOPPER", True)
+  assert _tree_attention_cuda.runs_hopper(h200)
   assert on(h200) == on(h200, heads=128) == "hopper"
   assert on(rtx) == "portable"
   for other in ({"heads": 8}, {"dtype": jnp.float32}, {"width": 80}, {"scale": 0.0}):
