@@ -22,6 +22,7 @@
 #include "matmul_tiles.cuh"
 #include "mma.cuh"
 #include "shared_memory.h"
+#include "tensor_map.h"
 
 namespace kdtree_jax {
 namespace {
@@ -294,23 +295,8 @@ int PartsOf(const MatmulArgs& args, int tiles, int steps) {
   return parts;
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without linking to the driver: programs without a GPU load this
-// library too.
-Encode FindEncode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                       cudaEnableDefault, &found) != cudaSuccess) {
-    return nullptr;
-  }
-  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
-                                              : nullptr;
-}
-
 cudaError_t MakeMap(const MatmulArgs& args, CUtensorMap* map) {
-  static const Encode encode = FindEncode();
+  static const EncodeTensorMap encode = FindEncodeTensorMap();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t depth = args.depth, features = args.features;
   const cuuint64_t groups = args.groups;

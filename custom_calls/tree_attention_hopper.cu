@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "shared_memory.h"
+#include "tensor_map.h"
 #include "tree_attention.h"
 #include "tree_attention_hopper_block.cuh"
 #include "tree_attention_hopper_layout.cuh"
@@ -45,26 +46,11 @@ KDT_HOPPER_SHARED_MEMORY(TreeAttentionHopperSplitKernel,
                          std::max(hopper::SplitShared<4>::kBytes,
                                   hopper::SplitShared<8>::kBytes));
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, without linking to the driver: programs without a GPU load
-// this library too.
-Encode FindEncode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                       cudaEnableDefault, &found) != cudaSuccess) {
-    return nullptr;
-  }
-  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
-                                              : nullptr;
-}
-
 // A map of [count, groups of 64 dimensions, rows, 64 dimensions] over [count, rows,
 // width].
 bool MakeMap(const void* data, int64_t count, int64_t rows, uint32_t box_rows,
              uint32_t box_groups, CUtensorMap* map) {
-  static const Encode encode = FindEncode();
+  static const EncodeTensorMap encode = FindEncodeTensorMap();
   if (encode == nullptr) return false;
   const cuuint64_t row_bytes = hopper::kWidth * 2;
   const cuuint64_t sizes[4] = {hopper::kGroupDims, static_cast<cuuint64_t>(rows),
