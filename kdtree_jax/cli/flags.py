@@ -88,6 +88,12 @@ def run(
         raise
       _print_error(error)
       return 2
+    except KeyboardInterrupt:
+      print("stopped", file=sys.stderr)
+      sys.stdout.flush()
+      sys.stderr.flush()
+      # Without Python's own end, which crashes where a thread of XLA's still compiles.
+      os._exit(130)
 
   app.run(with_config, argv=rest, flags_parser=_parse)
 

@@ -59,7 +59,10 @@ def complete(
     budget = max_depth = 0
   else:
     if drafter is None:
-      raise ConfigError(f'method = "{config.method}" needs a drafter; got None')
+      raise ConfigError(
+        f'method = "{config.method}" needs a drafter; got None (method = "plain" '
+        "takes none)"
+      )
     check_drafter(drafter, target.config, target.fingerprint)
     max_depth = drafter.max_depth
     budget = _budget(config, max_depth)

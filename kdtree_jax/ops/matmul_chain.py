@@ -79,7 +79,9 @@ def matmul_chain(
     operands = []
     for name, of_step in zip(names, arrays, strict=True):
       for label, array in zip(_ARRAYS[name], of_step, strict=True):
-        operands.append(array.reshape(rows, -1) if label == "h" else array)
+        if label == "h":
+          array = array.reshape(rows, array.shape[-1])
+        operands.append(array)
     outputs = call(
       x.reshape(rows, x.shape[-1]),
       *operands,
@@ -172,6 +174,11 @@ def _one_by_one(
   for name, of_step, eps in zip(names, arrays, epsilons, strict=True):
     *residual, w = of_step
     if name == "add_rms_norm":
+      if residual[0].shape != rows.shape:
+        raise ValueError(
+          f"h of 'add_rms_norm' is {list(residual[0].shape)}; it must be as the rows, "
+          f"{list(rows.shape)}"
+        )
       results += add_rms_norm(residual[0], rows, w, eps, implementation)
     elif name == "rms_norm":
       results.append(rms_norm(rows, w, eps, implementation))

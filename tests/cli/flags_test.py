@@ -233,3 +233,13 @@ def test_the_demo_configuration_loads():
   drafter, model = experiment.drafter, experiment.model
   assert drafter is not None and drafter.vocab_size == model.vocab_size
   assert drafter.num_target_layers == model.num_hidden_layers
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+  """What was printed before arrives, and nothing of Python's."""
+  program = PROGRAM.replace(
+    "  print(flags.FLAGS.stage", "  print('begun')\n  raise KeyboardInterrupt\n  print("
+  )
+  (tmp_path / "program.py").write_text(program)
+  done = run(tmp_path)
+  assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "stopped\n")

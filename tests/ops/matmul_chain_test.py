@@ -82,6 +82,19 @@ def test_no_row_and_one_row_without_an_axis(shape):
   assert [o.shape for o in got] == [(*shape[:-1], 8), (*shape[:-1], 4)]
 
 
+def test_no_row_through_each_kind_of_step():
+  chain = [
+    s if s[0] != "add_rms_norm" else (s[0], s[1][:0], *s[2:]) for s in steps(F32)
+  ]
+
+  def run(x):
+    return ops.matmul_chain(x, chain)
+
+  x = draw(0, 3, 16)
+  for got in (run(x), jax.jit(run)(x)):  # The program for CUDA is traced, too.
+    assert [o.shape[0] for o in got] == [0] * 7
+
+
 W = draw(16, 8)
 ONES = np.ones(16, np.float32)
 
@@ -104,7 +117,7 @@ ONES = np.ones(16, np.float32)
     ([("head_matmul", draw(3, 5, 2))], r"x float32 \[2, 16\] must be \[..., 3, 5"),
     (
       [("add_rms_norm", W, ONES, 1e-6)],
-      "out float32 .* must have shape and dtype of h",
+      r"h of 'add_rms_norm' is \[16, 8\]; it must be as the rows, \[2, 16\]",
     ),
     ([("matmul", W.astype(BF16))], r"w of steps\[0\] is bfloat16; .* of x, float32"),
     ([("matmul", W[0])], "w must have 2 axes, none empty"),
