@@ -238,7 +238,7 @@ def test_the_demo_configuration_loads():
 def test_ctrl_c_is_one_line(tmp_path):
   """What was printed before arrives, and nothing of Python's."""
   program = PROGRAM.replace(
-    "  print(flags.FLAGS.stage", "  print('begun')\n  raise KeyboardInterrupt\n  print("
+    "  if positional", "  print('begun')\n  raise KeyboardInterrupt\n  if positional"
   )
   (tmp_path / "program.py").write_text(program)
   done = run(tmp_path)
