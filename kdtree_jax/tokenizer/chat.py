@@ -30,6 +30,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def render(
   template: str,
   messages: Sequence[Mapping[str, Any]],
+  source: str = "",
+  /,
   *,
   tools: Sequence[Mapping[str, Any]] | None = None,
   documents: Sequence[Mapping[str, Any]] | None = None,
@@ -41,6 +43,7 @@ def render(
   Args:
     template: the Jinja program.
     messages: with `role`, `content` and whatever else the template reads.
+    source: the template's file, for messages.
     tools: JSON schemas of functions that the model may call.
     documents: texts for the model to refer to.
     add_generation_prompt: whether the text ends with the beginning of an answer.
@@ -61,12 +64,13 @@ def render(
     }
   except RecursionError as error:
     raise ValueError("messages, tools or documents are nested too deeply") from error
+  what = f"chat template of {source}" if source else "chat template"
   try:
     return _compile(template).render(values)
   except jinja2.TemplateSyntaxError as error:
-    raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+    raise ValueError(f"{what}, line {error.lineno}: {error.message}") from error
   except Exception as error:  # A program may fail in any way.
-    raise ValueError(f"chat template: {str(error) or type(error).__name__}") from error
+    raise ValueError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:

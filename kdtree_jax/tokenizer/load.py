@@ -62,7 +62,8 @@ def load_tokenizer(path: StrPath) -> Tokenizer:
   Raises:
     FileNotFoundError: no such directory or file.
     CheckpointError: naming file, member and reason: there is no tokenizer, a file is
-      damaged, files disagree, or the vocabulary does not fit the model's.
+      damaged, files disagree, the vocabulary does not fit the model's, or it has no
+      token of the name that texts are to begin or end with.
     KdtrError: a damaged KDTR file.
   """
   path = Path(path)
@@ -150,6 +151,11 @@ class _Files:
       [outer.inner("text_config", text), outer] if isinstance(text, dict) else [outer]
     )
 
+  def name(self, name: str) -> str:
+    """What to call a file in one word or two, also inside of a KDTR file."""
+    where = str(self.where(name))
+    return where if self.path.is_dir() else f"{where}, {name}"
+
   def error(self, name: str, what: str, reason: str) -> CheckpointError:
     what = what if self.path.is_dir() else f"{name}, {what}"
     return CheckpointError(self.where(name), what, reason)
@@ -166,19 +172,26 @@ def _load(files: _Files) -> Tokenizer:
   backend = _kimi_backend(files, config) if kimi else _json_backend(files, config)
   special = _special_tokens(files, config or {})
   stop = _stop_token_ids(files)
-  bos = (config or {}).get("add_bos_token")
+  bos = _boolean(files, "add_bos_token", (config or {}).get("add_bos_token"))
   if bos is None and config is not None:
     bos = False
+  eos = bool(_boolean(files, "add_eos_token", (config or {}).get("add_eos_token")))
+  templates, template_files = _chat_templates(files, config or {})
   tokenizer = Tokenizer(
     backend,
     source=str(files.where(RANKS if kimi else TOKENIZER)),
-    special_tokens=special,
-    chat_templates=_chat_templates(files, config or {}),
+    special_tokens={role: token for role, (token, _) in special.items()},
+    chat_templates=templates,
+    chat_template_files=template_files,
     stop_token_ids=stop,
-    bos=_boolean(files, "add_bos_token", bos),
-    eos=bool(_boolean(files, "add_eos_token", (config or {}).get("add_eos_token"))),
+    bos=bos,
+    eos=eos,
     sort_tools=kimi,
   )
+  for role, used in (("bos_token", bos), ("eos_token", eos or not stop)):
+    token, file = special.get(role, (None, ""))
+    if used and token is not None and backend.token_id(token) is None:
+      raise files.error(file, role, f"{token!r} is not a token of the tokenizer")
   if not stop and tokenizer.eos_token_id is not None:
     # Without a model's configuration: the tokenizer's own end of text.
     end = tokenizer.eos_token_id
@@ -236,7 +249,7 @@ def _kimi_backend(files: _Files, config: dict[str, Any] | None) -> Backend:
   except ValueError as error:
     raise files.error(RANKS, "ranks", str(error)) from error
   added = _added_tokens(files, config)
-  roles = set(_special_tokens(files, config).values())
+  roles = {token for token, _ in _special_tokens(files, config).values()}
   more = config.get("additional_special_tokens")
   roles |= {_content(token) for token in more} if isinstance(more, list) else set()
   named = {i: fields["content"] for i, fields in added.items()}
@@ -265,21 +278,24 @@ def _added_tokens(files: _Files, config: dict[str, Any]) -> dict[int, dict[str, 
   return tokens
 
 
-def _special_tokens(files: _Files, config: dict[str, Any]) -> dict[str, str]:
-  """Text by role; old directories have a file for it."""
+def _special_tokens(
+  files: _Files, config: dict[str, Any]
+) -> dict[str, tuple[str, str]]:
+  """Text and file by role; old directories have a file for it."""
   old = None
   if "added_tokens_decoder" not in config:
     old = files.json(SPECIAL_TOKENS_MAP)
-  tokens: dict[str, str] = {}
+  tokens: dict[str, tuple[str, str]] = {}
   for role in _ROLES:
-    value = (old or {}).get(role)
-    value = config.get(role) if value is None else value
+    value, file = (old or {}).get(role), SPECIAL_TOKENS_MAP
+    if value is None:
+      value, file = config.get(role), TOKENIZER_CONFIG
     if value is None:
       continue
     content = _content(value)
     if content is None:
-      raise files.error(TOKENIZER_CONFIG, role, f"{value!r} is not a token")
-    tokens[role] = content
+      raise files.error(file, role, f"{value!r} is not a token")
+    tokens[role] = content, file
   return tokens
 
 
@@ -294,18 +310,29 @@ def _boolean(files: _Files, name: str, value: Any) -> bool | None:
   return value
 
 
-def _chat_templates(files: _Files, config: dict[str, Any]) -> dict[str, str]:
-  """By name. Files go before the configuration's."""
+def _chat_templates(
+  files: _Files, config: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+  """Programs by name, and their files. Files go before the configuration's."""
   templates: dict[str, str] = {}
+  sources: dict[str, str] = {}
   default = files.text(CHAT_TEMPLATE)
   if default is not None:
     templates["default"] = default
-  for name in files.more_templates:
-    text = files.text(name)
+    sources["default"] = files.name(CHAT_TEMPLATE)
+  for file in files.more_templates:
+    text = files.text(file)
     assert text is not None
-    templates[PurePosixPath(name).stem] = text
-  if templates:
-    return templates
+    name = PurePosixPath(file).stem
+    templates[name], sources[name] = text, files.name(file)
+  if not templates:
+    templates = _templates_of_config(files, config)
+    sources = dict.fromkeys(templates, files.name(TOKENIZER_CONFIG))
+  return templates, sources
+
+
+def _templates_of_config(files: _Files, config: dict[str, Any]) -> dict[str, str]:
+  templates: dict[str, str] = {}
   found = config.get("chat_template")
   if found is None:
     return {}

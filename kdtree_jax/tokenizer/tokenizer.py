@@ -34,6 +34,7 @@ class Tokenizer:
       `tokenizer.json` does.
     sort_tools: whether the members of tools are sorted by name before they are
       rendered, as Kimi's code does.
+    chat_template_files: where the templates were loaded from, by name, for messages.
   """
 
   backend: Backend
@@ -44,6 +45,7 @@ class Tokenizer:
   bos: bool | None = None
   eos: bool = False
   sort_tools: bool = False
+  chat_template_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def vocab_size(self) -> int:
@@ -163,9 +165,11 @@ class Tokenizer:
     """
     if tools is not None and self.sort_tools:
       tools = _sorted(tools)
+    name = self._template_name(chat_template, tools is not None)
     text = chat.render(
-      self._template(chat_template, tools is not None),
+      self.chat_templates.get(name, name),
       messages,
+      self.chat_template_files.get(name, ""),
       tools=tools,
       documents=documents,
       add_generation_prompt=add_generation_prompt,
@@ -199,14 +203,15 @@ class Tokenizer:
     token = self.special_tokens.get(role)
     return None if token is None else self.backend.token_id(token)
 
-  def _template(self, wanted: str | None, has_tools: bool) -> str:
+  def _template_name(self, wanted: str | None, has_tools: bool) -> str:
+    """A name of `chat_templates`, or the program that the caller gave."""
     templates = self.chat_templates
     if wanted is not None:
-      return templates.get(wanted, wanted)
+      return wanted
     if has_tools and "tool_use" in templates:
-      return templates["tool_use"]
+      return "tool_use"
     if "default" in templates:
-      return templates["default"]
+      return "default"
     have = f"it has only {sorted(templates)}" if templates else "it has none"
     raise ValueError(
       f"tokenizer {self.source} has no default chat template: {have}; name one or give "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,9 @@ def test_damaged_and_missing_files(tmp_path):
     ({"bos_token": 3}, "bos_token"),
     ({"eos_token": {"special": True}}, "eos_token"),
     ({"add_bos_token": "yes"}, "add_bos_token"),
+    ({"add_bos_token": True, "bos_token": "<nope>"}, "bos_token: '<nope>' is not a"),
+    ({"add_eos_token": True, "eos_token": "<nope>"}, "eos_token: '<nope>' is not a"),
+    ({"eos_token": "<nope>"}, "eos_token: '<nope>' is not a"),  # It ends a text.
     ({"chat_template": 3}, "chat_template"),
     ({"chat_template": [{"name": "default"}]}, "chat_template"),
     ({"added_tokens_decoder": {"x": {"content": "<s>"}}}, "added_tokens_decoder"),
@@ -232,6 +236,21 @@ def test_damaged_and_missing_files(tmp_path):
 def test_what_tokenizer_config_may_not_say(tmp_path, fields, says):
   folder = directory(tmp_path / "d", tokenizer_config__json=CONFIG | fields)
   refused(folder, "tokenizer_config.json", says)
+
+
+def test_special_tokens_that_are_none(tmp_path):
+  """Refused only where they are used, with the file that names them."""
+  unknown = CONFIG | {"bos_token": "<nope>", "eos_token": "<nope>"}
+  model = {"vocab_size": 400, "eos_token_id": 1}
+  files = {"tokenizer_config__json": unknown, "config__json": model}
+  tokenizer = kd.load_tokenizer(directory(tmp_path / "a", **files))
+  assert tokenizer.bos_token_id is None and tokenizer.stop_token_ids == (1,)
+  folder = directory(
+    tmp_path / "b",
+    tokenizer_config__json=CONFIG | {"add_bos_token": True},
+    special_tokens_map__json={"bos_token": {"content": "<nope>"}},
+  )
+  refused(folder, "special_tokens_map.json", "bos_token: '<nope>' is not a token")
 
 
 def test_texts_and_ids_that_are_none(tmp_path):
@@ -382,6 +401,29 @@ def test_templates_that_fail(tmp_path, template, says):
   messages = [{"role": "user", "content": "x"}]
   with pytest.raises(ValueError, match=f"^chat template.*: .*{says}"):
     tokenizer.apply_chat_template(messages, chat_template=template)
+
+
+def test_a_template_that_fails_is_named_by_its_file(tmp_path):
+  messages = [{"role": "user", "content": "x"}]
+  bad = "{{ raise_exception('not like this') }}"
+  config = CONFIG | {"chat_template": bad}
+  for file, files in (
+    ("chat_template.jinja", {"chat_template__jinja": bad}),
+    ("tokenizer_config.json", {"tokenizer_config__json": config}),
+  ):
+    folder = directory(tmp_path / file, **files)
+    tokenizer = kd.load_tokenizer(folder)
+    says = f"^chat template of {re.escape(str(folder / file))}: not like this$"
+    with pytest.raises(ValueError, match=says):
+      tokenizer.apply_chat_template(messages, chat_template="default")
+    with pytest.raises(ValueError, match=says):
+      tokenizer.apply_chat_template(messages)
+  path = tmp_path / "x.kdtr"
+  files = {"chat_template.jinja": "{{ 1 + }}"}
+  header = {"tokenizer_json": train(400, SPECIAL).to_str(), "tokenizer_files": files}
+  write_kdtr(path, {"x": np.zeros(1, np.float32)}, {}, header)
+  with pytest.raises(ValueError, match=r"of .*x\.kdtr, chat_template\.jinja, line 1: "):
+    kd.load_tokenizer(path).apply_chat_template(messages)
 
 
 def test_a_conversation_that_holds_itself(tmp_path):
