@@ -114,7 +114,10 @@ def write_resumable(
     # Another process may have finished it since the caller looked.
     if not overwrite and layout.path.exists():
       journal.discard_if_new()
-      raise FileExistsError(f"path = {path} exists")
+      raise FileExistsError(
+        f"path = {path} exists; overwrite=True (kdtree-convert: --overwrite) "
+        "replaces it"
+      )
     journal.begin(layout, dict(identity), restart)
     with _open_part(layout) as part:
       crcs = _resume(layout, journal, part, progress)
@@ -243,7 +246,7 @@ class _Journal:
           layout.part,
           "earlier part",
           f"{why}; delete it, or start anew with restart=True (kdtree-convert: "
-          "--restart)",
+          "--restart), which replaces it",
         )
       self._read_entries(len(first))
       return

@@ -7,6 +7,7 @@ loads.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -58,15 +59,18 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
   if not source.exists():
     raise FileNotFoundError(f"--source={source}: no such directory or file")
   bar = _Bar()
+  # As Ctrl-C, so that what is unfinished is cleaned up.
+  before = signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     if source.is_dir():
       return _to_kdtr(source, out, bar)
     return _to_directory(source, out, bar)
   except KeyboardInterrupt:
-    if source.is_dir():
-      print("stopped; the same command goes on from here", file=sys.stderr)
+    goes_on = "; the same command goes on from here" if source.is_dir() else ""
+    print(f"stopped{goes_on}", file=sys.stderr)
     return 130
   finally:
+    signal.signal(signal.SIGTERM, before)
     bar.close()
 
 
@@ -107,6 +111,10 @@ def _to_directory(source: Path, out: Path, bar: _Bar) -> int:
   for name in ("overwrite", "restart"):
     if flags.FLAGS[name].value:
       raise ValueError(f"--{name} is for --source=DIRECTORY")
+  if out.suffix == ".kdtr":
+    raise ValueError(
+      f"--out={out} must not end in .kdtr: from a file, a directory is written"
+    )
   export_hf(
     source,
     out,

@@ -334,7 +334,7 @@ def test_a_writer_that_waited_for_the_lock_looks_again(tmp_path, monkeypatch):
     return tensors()[name]
 
   monkeypatch.setattr(kdtr_resumable, "_lock", finish)
-  with pytest.raises(FileExistsError, match="x exists"):
+  with pytest.raises(FileExistsError, match="x exists; overwrite=True"):
     Run(path, overwrite=False)
   assert path.read_bytes() == b"whole"
   assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -75,6 +75,43 @@ convert_hf(sys.argv[1], sys.argv[2], progress=progress)
   assert sorted(p.name for p in tmp_path.iterdir()) == ["whole", "x.kdtr"]
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_stops_it(directory, tmp_path, name):
+  """Of a directory nothing is left, of a file what the next run goes on from."""
+  code = """
+import os, signal, sys
+from kdtree_jax.cli import convert
+update = convert._Bar.update
+def stop(bar, stage, done, total):
+  update(bar, stage, done, total)
+  if done > total // 2:
+    os.kill(os.getpid(), getattr(signal, os.environ["STOP"]))
+convert._Bar.update = stop
+convert.run()
+"""
+  for source, out, says, left in (
+    (DEMO / "target.kdtr", "d", "stopped", []),
+    (
+      directory,
+      "x.kdtr",
+      "stopped; the same command goes on from here",
+      ["x.kdtr.part", "x.kdtr.part.journal"],
+    ),
+  ):
+    flags = [f"--source={source}", f"--out={tmp_path / out}"]
+    command = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(
+      command,
+      capture_output=True,
+      text=True,
+      timeout=600,
+      env=os.environ | {"STOP": name},
+    )
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == [says]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+
+
 def test_a_part_with_much_damage_is_described_in_few_lines(directory, tmp_path):
   path = tmp_path / "x.kdtr"
 
@@ -116,11 +153,19 @@ def test_errors_are_one_line(directory, tmp_path):
     (["--source=x"], "--out is needed"),
     (["--source=/nowhere", "--out=x"], "/nowhere: no such directory or file"),
     (["more", "--source=x", "--out=y"], "unexpected argument 'more'"),
-    ([f"--source={directory}", f"--out={tmp_path / 'exists'}"], "exists"),
+    ([f"--source={directory}", f"--out={tmp_path / 'exists'}"], "--overwrite"),
     ([f"--source={tmp_path}", f"--out={tmp_path / 'x'}"], "config.json"),
     (
       [f"--source={DEMO / 'target.kdtr'}", f"--out={tmp_path / 'd'}", "--restart"],
       "--restart is for --source=DIRECTORY",
+    ),
+    (
+      [f"--source={DEMO / 'target.kdtr'}", f"--out={tmp_path / 'd.kdtr'}"],
+      "d.kdtr must not end in .kdtr",
+    ),
+    (
+      [f"--source={DEMO / 'target.kdtr'}", f"--out={tmp_path / 'exists'}"],
+      "exists and is a file",
     ),
     (
       [f"--source={DEMO / 'tokenizer.json'}", f"--out={tmp_path / 'd'}"],

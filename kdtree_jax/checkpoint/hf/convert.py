@@ -99,7 +99,9 @@ def convert_hf(
   if path.is_dir():
     raise ValueError(f"path = {path} is a folder; it must name a file")
   if path.exists() and not overwrite:
-    raise FileExistsError(f"path = {path} exists")
+    raise FileExistsError(
+      f"path = {path} exists; overwrite=True (kdtree-convert: --overwrite) replaces it"
+    )
   experts = None
   if isinstance(source.config, ModelConfig):
     experts = expert_format

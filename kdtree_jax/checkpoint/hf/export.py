@@ -242,7 +242,9 @@ def _check_read_back(folder: Path, config: ModelConfig | DrafterConfig) -> None:
 @contextlib.contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
   """A folder beside `directory` that takes its name once the block ends well."""
-  if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+  if directory.exists() and not directory.is_dir():
+    raise FileExistsError(f"directory = {directory} exists and is a file")
+  if directory.exists() and any(directory.iterdir()):
     raise FileExistsError(f"directory = {directory} exists and is not empty")
   if directory.name in ("", ".."):
     raise ValueError(f"directory = {directory} must end with a name of its own")

@@ -417,7 +417,7 @@ def test_the_file_exists(tmp_path):
   hf = directory(tmp_path)
   path = tmp_path / "x"
   path.write_bytes(b"old")
-  with pytest.raises(FileExistsError, match=f"path = {path} exists"):
+  with pytest.raises(FileExistsError, match=f"path = {path} exists; .*--overwrite"):
     convert_hf(hf, path)
   assert path.read_bytes() == b"old"
   convert_hf(hf, path, overwrite=True)

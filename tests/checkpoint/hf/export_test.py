@@ -316,7 +316,7 @@ def test_directories_that_exist(tmp_path):
   assert (tmp_path / "empty" / "config.json").exists()
   with pytest.raises(FileExistsError, match="not empty"):
     export_hf(path, tmp_path / "empty")
-  with pytest.raises(FileExistsError):
+  with pytest.raises(FileExistsError, match="is a file"):
     export_hf(path, path)
 
 
