@@ -1,7 +1,7 @@
-// One block each, or one warp for few pairs. The pairs are sorted by counting: every warp counts the experts of a
-// run of consecutive pairs, the counts are turned into the places where the warp's
-// first pair of each expert goes, and the warps walk over their runs once more. No
-// result depends on which warp comes first.
+// One block each, or one warp for few pairs. The pairs are sorted by counting: every warp
+// counts the experts of a run of consecutive pairs, the counts are turned into the places
+// where the warp's first pair of each expert goes, and the warps walk over their runs once
+// more. No result depends on which warp comes first.
 
 #include "expert_rows.h"
 #include "launch_early.cuh"
@@ -159,8 +159,9 @@ __global__ void __launch_bounds__(kThreads)
               a.num_chunks);
 }
 
-// The same for up to 32 pairs, by one warp: a pair's place is the number of those before it.
-__global__ void __launch_bounds__(32) FewExpertRowsKernel(ExpertRowsArgs a, int max_chunks) {
+// The same for up to 32 pairs, by one warp: a pair's place is the number of those before.
+__global__ void __launch_bounds__(32)
+    FewExpertRowsKernel(ExpertRowsArgs a, int max_chunks) {
   LetNextKernelStart();
   const int lane = threadIdx.x, r = a.rows_per_chunk;
   unsigned bucket = lane < a.pairs ? a.experts[lane] : UINT32_MAX;

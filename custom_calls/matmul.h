@@ -2,8 +2,8 @@
 // where g is the group of row i. One group is a dense product.
 //
 // An output element is summed in fp32 over k in an order that is a function of K, N, the
-// kinds of operands and whether there is a list of chunks alone. It does not depend on how many rows there are, on where
-// its row stands, or on other rows.
+// kinds of operands and whether there is a list of chunks alone. It does not depend on
+// how many rows there are, on where its row stands, or on other rows.
 
 #ifndef KDTREE_JAX_MATMUL_H_
 #define KDTREE_JAX_MATMUL_H_

@@ -15,11 +15,11 @@ constexpr char kName[] = "matmul_chain";
 // Kinds of steps, with what they have beside the rows of the step before, and what they
 // give. `kdtree_jax/ops/matmul_chain.py` has the same numbers.
 enum StepKind : int64_t {
-  kMatmulStep = 0,      // w -> out
-  kGatedStep = 1,       // w -> out
-  kHeadStep = 2,        // w -> out
-  kNormStep = 3,        // weight -> normed
-  kAddNormStep = 4,     // h, weight -> h + rows, normed
+  kMatmulStep = 0,   // w -> out
+  kGatedStep = 1,    // w -> out
+  kHeadStep = 2,     // w -> out
+  kNormStep = 3,     // weight -> normed
+  kAddNormStep = 4,  // h, weight -> h + rows, normed
   kSteps = 5,
 };
 

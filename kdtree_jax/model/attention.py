@@ -45,13 +45,13 @@ class MLA(nnx.Module):
     self.o_proj = Linear(H * c.v_head_dim, c.hidden_size, dtype, rngs)
 
   def query_steps(self) -> tuple[Step, ...]:
-    """From normed hidden states to the unrotated queries of all heads."""
+    """From normed hidden states [..., D] to unrotated queries [..., H * (C + P)]."""
     if self.config.q_lora_rank is None:
       return (self.q_proj.step(),)
     return (self.q_a_proj.step(), self.q_a_layernorm.step(), self.q_b_proj.step())
 
   def output_steps(self) -> tuple[Step, ...]:
-    """From what `__call__` gives to what is added to the residual stream."""
+    """From the latents of `__call__` [..., H * R] to what is added to the stream."""
     return (("head_matmul", self.v_up[...]), self.o_proj.step())
 
   def queries(

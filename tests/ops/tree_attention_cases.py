@@ -13,6 +13,7 @@ import pytest
 
 from kdtree_jax import ops, reference
 from kdtree_jax.ops import _tree_attention_cuda
+from tests.ops.custom_calls import cuda_text
 from tests.tree.random_trees import random_tree
 
 S = 384
@@ -211,3 +212,33 @@ def committed(case: Case, b: int, node: int, count: int) -> dict[str, Any]:
     "lengths": np.int32(length + count),
     "below": below,
   }
+
+
+def launched(case: Case, **how: int) -> np.ndarray:
+  """[B, N, H, R] of the case with settings of the launcher that change no bit."""
+  run = functools.partial(
+    _tree_attention_cuda.attend,
+    **case.settings(),
+    chunk_on_hopper=case.chunk,
+    layer=0,
+    **how,
+  )
+  return np.asarray(jax.jit(run)(**case.arrays(cache=case.cache[None])))
+
+
+def small(N: int = 5, W: int = 80, dtype: str = "float32", positions: int = 256):
+  """Zeros to lower a program with: two sequences, 8 heads, three layers."""
+  return {
+    "q": jnp.zeros((2, N, 8, W), dtype),
+    "cache": jnp.zeros((3, 2, positions, W), dtype),
+    "tree_keys": jnp.zeros((2, N, W), dtype),
+    "ancestors": jnp.zeros((2, N, 6), jnp.int32),
+    "depths": jnp.zeros((2, N), jnp.int32),
+    "lengths": jnp.zeros(2, jnp.int32),
+  }
+
+
+def lowered(arrays: dict[str, jax.Array], **settings: Any) -> str:
+  """StableHLO of the op for CUDA."""
+  settings = {"scale": 0.25, "value_dim": 16, "layer": 2} | settings
+  return cuda_text(lambda x: ops.tree_attention(**x, **settings), arrays)
