@@ -51,6 +51,33 @@ __device__ __forceinline__ void CopyBulk(uint32_t shared, const void* global,
       : "memory");
 }
 
+// The same to the same place in all `blocks` of the cluster; each one's barrier is told.
+__device__ __forceinline__ void CopyBulkToAll(uint32_t shared, const void* global,
+                                              uint32_t bytes, uint32_t barrier,
+                                              uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// Copies from shared memory, and waits until it is done.
+__device__ __forceinline__ void StoreBulk(void* global, uint32_t shared,
+                                          uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;\n"
+      "cp.async.bulk.wait_group 0;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
+// The copy engine sees what this thread knows to be in memory.
+__device__ __forceinline__ void FenceForCopies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Copies the box of a tensor map whose first element is (i0, i1, i2).
 __device__ __forceinline__ void CopyBox(uint32_t shared, const CUtensorMap* map, int i0,
                                         int i1, int i2, uint32_t barrier,

@@ -56,6 +56,11 @@ __device__ __forceinline__ void InitBarrier(uint32_t barrier, int arrivals) {
                : "memory");
 }
 
+// To be called before the barrier's place is used for another.
+__device__ __forceinline__ void EndBarrier(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // One arrival, once all copies that this thread has started have ended.
 __device__ __forceinline__ void ArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier)

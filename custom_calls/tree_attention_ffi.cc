@@ -15,7 +15,7 @@ ffi::Error TreeAttention(
     ffi::BufferR2<ffi::S32> depths, ffi::BufferR1<ffi::S32> lengths,
     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR4<ffi::F32> accumulators,
     ffi::ResultBufferR3<ffi::F32> maxima, ffi::ResultBufferR3<ffi::F32> sums,
-    int64_t layer, int64_t chunk, int64_t chunk_on_hopper, int64_t kernel,
+    ffi::ResultBufferR1<ffi::U8> messages, int64_t layer, int64_t chunk, int64_t chunk_on_hopper, int64_t kernel,
     int64_t rows_per_block, int64_t blocks_per_item, double scale) {
   static constexpr char kName[] = "tree_attention";
   const auto refuse = [](const std::string& what) { return BadArgument(kName, what); };
@@ -134,10 +134,17 @@ ffi::Error TreeAttention(
   args.accumulators = accumulators->typed_data();
   args.maxima = maxima->typed_data();
   args.sums = sums->typed_data();
+  args.messages = messages->typed_data();
   if (args.kernel == TreeAttentionKernel::kHopper && !TreeAttentionHopperTakes(args)) {
     return refuse(
         "the kernel for Hopper takes bfloat16, W = 576, R = 512 and a positive "
         "scale only");
+  }
+  if (args.kernel != TreeAttentionKernel::kPortable && TreeAttentionHopperTakes(args) &&
+      messages->element_count() < kHopperMessagesBytes) {
+    return refuse("messages has " + std::to_string(messages->element_count()) +
+                  " bytes; the kernel for Hopper needs " +
+                  std::to_string(kHopperMessagesBytes));
   }
   if (TreeAttentionMmaSupports(args)) {
     for (const auto& [name, data] :
@@ -165,6 +172,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KdtreeTreeAttention, TreeAttention,
                                   .Ret<ffi::BufferR4<ffi::F32>>()  // accumulators
                                   .Ret<ffi::BufferR3<ffi::F32>>()  // maxima
                                   .Ret<ffi::BufferR3<ffi::F32>>()  // sums
+                                  .Ret<ffi::BufferR1<ffi::U8>>()   // messages
                                   .Attr<int64_t>("layer")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("chunk_on_hopper")

@@ -19,15 +19,13 @@ namespace {
 
 using hopper::Params;
 
-template <int kCluster>
+// Patterns of swizzled lines begin at multiples of 1024 bytes, in the same place in all
+// blocks of a cluster: where dynamic shared memory begins, as there is no other.
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     TreeAttentionHopperKernel(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ char shared[];
-  // Patterns of swizzled lines begin at multiples of 1024 bytes, in the same place in
-  // all blocks of a cluster.
-  const uint32_t pad = -SharedAddress(shared) & 1023;
-  hopper::Block<kCluster>(params, shared + pad).Run();
+  extern __shared__ __align__(1024) char shared[];
+  hopper::Block(params, shared).Run();
 #endif
 }
 
@@ -35,9 +33,8 @@ template <int kSplit>
 __global__ void __launch_bounds__(hopper::kSplitThreads, 1)
     TreeAttentionHopperSplitKernel(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ char shared[];
-  const uint32_t pad = -SharedAddress(shared) & 1023;
-  hopper::SplitBlock<kSplit>(params, shared + pad).Run();
+  extern __shared__ __align__(1024) char shared[];
+  hopper::SplitBlock<kSplit>(params, shared).Run();
 #endif
 }
 
@@ -46,27 +43,40 @@ KDT_HOPPER_SHARED_MEMORY(TreeAttentionHopperSplitKernel,
                          std::max(hopper::SplitShared<4>::kBytes,
                                   hopper::SplitShared<8>::kBytes));
 
-// A map of [count, groups of 64 dimensions, rows, 64 dimensions] over [count, rows,
-// width].
-bool MakeMap(const void* data, int64_t count, int64_t rows, uint32_t box_rows,
-             uint32_t box_groups, CUtensorMap* map) {
+bool Encode(const void* data, uint32_t rank, const cuuint64_t* sizes,
+            const cuuint64_t* strides, const cuuint32_t* box, CUtensorMap* map) {
   static const EncodeTensorMap encode = FindEncodeTensorMap();
   if (encode == nullptr) return false;
-  const cuuint64_t row_bytes = hopper::kWidth * 2;
-  const cuuint64_t sizes[4] = {hopper::kGroupDims, static_cast<cuuint64_t>(rows),
-                               hopper::kGroups, static_cast<cuuint64_t>(count)};
-  const cuuint64_t strides[3] = {row_bytes, hopper::kGroupDims * 2,
-                                 row_bytes * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t box[4] = {hopper::kGroupDims, box_rows, box_groups, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data),
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(data),
                 sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-cudaError_t LaunchClusters(cudaStream_t stream, void (*kernel)(Params), int clusters,
-                           int cluster, int threads, int bytes, const Params& p) {
+constexpr cuuint64_t kGroupStride = hopper::kGroupDims * 2;
+constexpr cuuint64_t kRowStride = hopper::kWidth * 2;
+
+// Of [count, rows, width]: boxes of 64 rows and one group of 64 dimensions.
+bool MakeMap(const void* data, cuuint64_t count, cuuint64_t rows, CUtensorMap* map) {
+  const cuuint64_t sizes[4] = {hopper::kGroupDims, rows, hopper::kGroups, count};
+  const cuuint64_t strides[3] = {kRowStride, kGroupStride, kRowStride * rows};
+  const cuuint32_t box[4] = {hopper::kGroupDims, hopper::kTile, 1, 1};
+  return Encode(data, 4, sizes, strides, box, map);
+}
+
+// Boxes of 64 rows and a group of either half of the values.
+bool MakePairsMap(const void* data, cuuint64_t count, cuuint64_t rows,
+                  CUtensorMap* map) {
+  const cuuint64_t sizes[5] = {hopper::kGroupDims, rows, 2, 4, count};
+  const cuuint64_t strides[4] = {kRowStride, 4 * kGroupStride, kGroupStride,
+                                 kRowStride * rows};
+  const cuuint32_t box[5] = {hopper::kGroupDims, hopper::kTile, 2, 1, 1};
+  return Encode(data, 5, sizes, strides, box, map);
+}
+
+cudaError_t Launch(cudaStream_t stream, void (*kernel)(Params), int clusters,
+                   int cluster, int threads, int bytes, const Params& p) {
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
@@ -84,31 +94,25 @@ cudaError_t LaunchClusters(cudaStream_t stream, void (*kernel)(Params), int clus
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-template <int kCluster>
-cudaError_t LaunchWhole(cudaStream_t stream, Params p, int multiprocessors) {
-  p.pairs = (p.args.nodes * p.row_tiles + kCluster - 1) / kCluster;
-  p.items = p.pairs * p.args.chunks * p.args.batch;
-  return LaunchClusters(stream, TreeAttentionHopperKernel<kCluster>,
-                        std::min(p.items, multiprocessors / kCluster), kCluster,
-                        hopper::kThreads, hopper::Shared::kBytes, p);
-}
-
 template <int kSplit>
-cudaError_t LaunchSplit(cudaStream_t stream, const Params& p, int items) {
-  return LaunchClusters(stream, TreeAttentionHopperSplitKernel<kSplit>, items, kSplit,
-                        hopper::kSplitThreads, hopper::SplitShared<kSplit>::kBytes, p);
+cudaError_t LaunchSplit(cudaStream_t stream, const Params& p, int multiprocessors) {
+  const int blocks = std::min(multiprocessors, kHopperSplitBlocks);
+  return Launch(stream, TreeAttentionHopperSplitKernel<kSplit>,
+                std::min(p.items, std::max(1, blocks / kSplit)), kSplit,
+                hopper::kSplitThreads, hopper::SplitShared<kSplit>::kBytes, p);
 }
 
 // Blocks that share a chunk of a row tile: 1, 4 or 8. It changes the speed only: no bit
 // of the result depends on it.
 int BlocksPerItem(int64_t items, int multiprocessors) {
-  // Clusters of 8 and 4 are fewer at once than would fit by number.
-  if (items <= multiprocessors / 8 - 3) return 8;
-  // A cluster of 4 takes about half of the time that a block takes.
-  const int64_t clusters = std::max(1, multiprocessors / 4 - 5);
+  // On an H200 with its 132 multiprocessors, 15 clusters of 8 run at once, and 30 of 4:
+  // one less and three less than would fit by number.
+  if (items <= multiprocessors / 8 - 1) return 8;
+  // A cluster of 4 takes a third of the time that a block takes.
+  const int64_t clusters = std::max(1, multiprocessors / 4 - 3);
   const int64_t split = (items + clusters - 1) / clusters;
   const int64_t whole = (items + multiprocessors - 1) / multiprocessors;
-  return split < 2 * whole ? 4 : 1;
+  return split <= 2 * whole ? 4 : 1;
 }
 
 }  // namespace
@@ -120,8 +124,12 @@ cudaError_t TreeAttentionHopperRuns(bool* runs) {
   if (status != cudaSuccess) return status;
   status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (status != cudaSuccess || major != 9) return status;
+  int reserved;
+  status = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock,
+                                  device);
+  if (status != cudaSuccess || reserved != hopper::kReservedShared) return status;
   cudaFuncAttributes attributes;
-  status = cudaFuncGetAttributes(&attributes, TreeAttentionHopperKernel<2>);
+  status = cudaFuncGetAttributes(&attributes, TreeAttentionHopperKernel);
   if (status != cudaSuccess) return status;
   // Compiled for sm_90 and not sm_90a, it is empty and needs hardly any registers.
   *runs = attributes.numRegs > 64;
@@ -130,7 +138,8 @@ cudaError_t TreeAttentionHopperRuns(bool* runs) {
 
 cudaError_t LaunchTreeAttentionHopper(cudaStream_t stream,
                                       const TreeAttentionArgs& args) {
-  for (const void* data : {args.q, args.cache, args.tree_keys}) {
+  for (const void* data : {args.q, args.cache, args.tree_keys,
+                           static_cast<const void*>(args.messages)}) {
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaErrorMisalignedAddress;
   }
   Params p;
@@ -138,9 +147,9 @@ cudaError_t LaunchTreeAttentionHopper(cudaStream_t stream,
   p.args.scale *= 1.44269504088896340736f;  // log2(e)
   p.row_tiles = (args.heads + hopper::kRows - 1) / hopper::kRows;
   const int64_t queries = static_cast<int64_t>(args.batch) * args.nodes;
-  if (!MakeMap(args.cache, args.batch, args.capacity, hopper::kTile, 3, &p.keys) ||
-      !MakeMap(args.cache, args.batch, args.capacity, hopper::kTile, 1, &p.values) ||
-      !MakeMap(args.q, queries, args.heads, 32, 1, &p.queries)) {
+  if (!MakeMap(args.cache, args.batch, args.capacity, &p.keys) ||
+      !MakePairsMap(args.cache, args.batch, args.capacity, &p.key_pairs) ||
+      !MakeMap(args.q, queries, args.heads, &p.queries)) {
     return cudaErrorNotSupported;
   }
   int device, multiprocessors;
@@ -149,14 +158,15 @@ cudaError_t LaunchTreeAttentionHopper(cudaStream_t stream,
   status =
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const int row_tiles = args.nodes * p.row_tiles;
-  const int64_t items = static_cast<int64_t>(row_tiles) * args.chunks * args.batch;
+  const int64_t items =
+      static_cast<int64_t>(args.nodes) * p.row_tiles * args.chunks * args.batch;
+  p.items = static_cast<int>(items);
   const int blocks = args.blocks_per_item ? args.blocks_per_item
                                           : BlocksPerItem(items, multiprocessors);
-  if (blocks == 8) return LaunchSplit<8>(stream, p, items);
-  if (blocks == 4) return LaunchSplit<4>(stream, p, items);
-  return row_tiles > 1 ? LaunchWhole<2>(stream, p, multiprocessors)
-                       : LaunchWhole<1>(stream, p, multiprocessors);
+  if (blocks == 8) return LaunchSplit<8>(stream, p, multiprocessors);
+  if (blocks == 4) return LaunchSplit<4>(stream, p, multiprocessors);
+  return Launch(stream, TreeAttentionHopperKernel, std::min(p.items, multiprocessors),
+                1, hopper::kThreads, hopper::Shared::kBytes, p);
 }
 
 }  // namespace kdtree_jax

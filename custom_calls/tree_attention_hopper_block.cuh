@@ -1,27 +1,29 @@
 // A block of tree attention for Hopper that keeps a whole node's accumulator: 64 rows
 // by 512 columns. Persistent: it walks over items, each a tile of 64 rows and one chunk
-// of positions, in tiles of 32 keys. Four warpgroups:
+// of positions, in tiles of 64 keys. Four warpgroups:
 //
-//   copies   bring queries and keys into a ring of stages. Tiles below the length are
-//            the same for all nodes: the two blocks of a cluster work on two row tiles
-//            of one chunk, and each brings half of a tile to both. Others are gathered.
-//   scores   S = Q K^T of the next tile amid the softmax of this one. Most of Q stays
-//            in registers. The weights go through shared memory to
-//   values   two warpgroups, O += P V for half of the columns each.
+//   scores   two, S = Q K^T and the softmax of every other tile each, so the products of
+//            one lie beside the softmax of the other. They tell each other the rows'
+//            references. One thread of each starts the copies of its tiles. The weights
+//            go through shared memory to
+//   values   two, O += P V for half of the columns each.
 //
-// As both blocks of a cluster must agree on a stage, each goes through as many tiles as
-// the deeper one of the two nodes has; it ignores those that it does not need.
+// Shared memory has room for two tiles' keys, one for each scores warpgroup. A tile
+// comes in five pieces: the 64 dimensions without values, which are multiplied first and
+// whose place the tile's weights take; then 64 dimensions of either half of the values,
+// four times. Each place is free for the tile after the next as soon as the weights are
+// read, or the products with the values are done.
 //
-// A stage is full after one arrival and the bytes that were announced, and empty after
-// 8 arrivals of each block of the cluster. A warp that waits for a stage's phases waits
-// for each of them: if it missed one, it would take the one after the next for it.
+// Tiles that reach the length are gathered. Each item has two tiles at least, of which
+// the second may be empty, so that each scores warpgroup has one.
+//
+// A place is full after one arrival and the bytes that were announced, and empty after
+// kReaders arrivals. Who waits for a phase must know that the one before has ended, or
+// would take that before it for it: all here wait for all phases.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_BLOCK_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_BLOCK_CUH_
 
-#include <cuda_bf16.h>
-
-#include <algorithm>
 #include <cmath>
 
 #include "bulk_copy.cuh"
@@ -34,452 +36,401 @@
 namespace kdtree_jax {
 namespace hopper {
 
-template <int kCluster>
 class Block {
+  static constexpr int kReaders = 8;  // warps that add values
+  // Where dynamic shared memory begins: addresses that are constants need no registers.
+  static constexpr uint32_t kShared = kReservedShared;
+
  public:
   __device__ Block(const Params& p, char* shared)
       : p_(p),
         a_(p.args),
         shared_(shared),
-        address_(SharedAddress(shared)),
-        rank_(kCluster == 1 ? 0 : ClusterRank()),
-        warp_(threadIdx.x % 128 / 32),
-        lane_(threadIdx.x % 32),
-        to_factor_(warp_ * 16 + lane_ / 4 + lane_ % 2 * 8) {}
+        thread_(threadIdx.x % 128),
+        warp_(thread_ / 32),
+        lane_(thread_ % 32) {}
 
   __device__ __forceinline__ void Run() {
+    if (SharedAddress(shared_) != kShared) __trap();
+    if (threadIdx.x < kOnesBytes / 2) {
+      reinterpret_cast<uint16_t*>(shared_ + Shared::kOnes)[threadIdx.x] = kOne;
+      FenceForProducts();
+    }
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        InitBarrier(address_ + Shared::kFull + i * 8, 1);
-        InitBarrier(address_ + Shared::kEmpty + i * 8, kCluster * 8);
+      for (int i = 0; i < 2 * kPieces; ++i) {
+        InitBarrier(kShared + Shared::kFull + i * 8, 1);
+        InitBarrier(kShared + Shared::kEmpty + i * 8, kReaders);
       }
-      for (int i = 0; i < kSlots; ++i) {
-        InitBarrier(address_ + Shared::kWeightsFull + i * 8, 4);
-        InitBarrier(address_ + Shared::kWeightsEmpty + i * 8, 8);
+      for (int i = 0; i < 2; ++i) {
+        InitBarrier(kShared + Shared::kWeightsFull + i * 8, 4);
+        InitBarrier(kShared + Shared::kBaseFull + i * 8, 4);
       }
-      InitBarrier(address_ + Shared::kQueriesFull, 1);
-      InitBarrier(address_ + Shared::kQueriesEmpty, 4);
+      InitBarrier(kShared + Shared::kQueriesFull, 1);
+      InitBarrier(kShared + Shared::kQueriesEmpty, 8);
       FenceBarrierInit();
     }
-    Sync();
+    __syncthreads();
     const int group = threadIdx.x / 128;
     if (group == 0) {
-      GiveRegisters<24>();
-      Copy();
+      GiveRegisters<80>();
+      Score<0>();
     } else if (group == 1) {
-      TakeRegisters<152>();
-      Score();
+      GiveRegisters<80>();
+      Score<1>();
+    } else if (group == 2) {
+      TakeRegisters<176>();
+      AddValues<0>();
     } else {
-      TakeRegisters<168>();
-      AddValues(group - 2);
+      TakeRegisters<176>();
+      AddValues<1>();
     }
-    // No block may end while another copies to it or arrives at its barriers.
-    __syncwarp();
-    if (kCluster > 1) Sync();
   }
 
  private:
-  __device__ __forceinline__ void Sync() {
-    if constexpr (kCluster > 1) {
-      ClusterSync();
+  // Piece `piece` of the tiles of scores warpgroup `which`.
+  __device__ __forceinline__ uint32_t At(int which, int piece) const {
+    return kShared + which * kTileBytes + PlaceOfPiece(piece) * kGroupBytes;
+  }
+  __device__ __forceinline__ uint32_t Full(int which, int piece) const {
+    return kShared + Shared::kFull + (which * kPieces + piece) * 8;
+  }
+  __device__ __forceinline__ uint32_t Empty(int which, int piece) const {
+    return kShared + Shared::kEmpty + (which * kPieces + piece) * 8;
+  }
+
+  // What a scores warpgroup says of a tile to those that add values.
+  struct alignas(16) Told {
+    int flags;  // of the following
+    int row;    // the first, of all rows
+    int place;  // chunk * 128 + rows
+  };
+  enum : int {
+    kFirst = 1,  // tile of the item
+    kLast = 2,   // tile of the item that the node needs
+    kSkip = 4,   // It is empty.
+    kEnd = 8,    // There is none.
+  };
+  __device__ __forceinline__ Told* ToldOf(int number) const {
+    return reinterpret_cast<Told*>(shared_ + Shared::kTold) + number % kToldTiles;
+  }
+
+  // Row `row` of a tile in the workspace, counted in chunks.
+  __device__ __forceinline__ int64_t PartialOf(const Told& tile, int row) const {
+    return static_cast<int64_t>(tile.row + row) * a_.chunks + tile.place / 128;
+  }
+
+  // ---- Copies, of a scores warpgroup's own tiles.
+
+  // A piece of a tile below the length; to be called by a thread. `phase` is the one in
+  // which it becomes full.
+  __device__ __forceinline__ void CopyPiece(int which, int phase, int piece, int batch,
+                                            int position) {
+    const uint32_t full = Full(which, piece), to = At(which, piece);
+    WaitForPhase(Empty(which, piece), phase ^ 1);
+    ArriveExpecting(full, (piece == 0 ? 1 : 2) * kGroupBytes);
+    if (piece == 0) {
+      CopyBox4(to, &p_.keys, 0, position, kGroups - 1, batch, full);
     } else {
-      __syncthreads();
+      CopyBox5(to, &p_.key_pairs, 0, position, 0, piece - 1, batch, full);
     }
   }
 
-  __device__ __forceinline__ uint32_t Stage(int place) const {
-    return address_ + Shared::kStage + place * kTileBytes;
-  }
-  __device__ __forceinline__ uint32_t Filled(int place) const {
-    return address_ + Shared::kFull + place * 8;
-  }
-  __device__ __forceinline__ uint32_t Empty(int place) const {
-    return address_ + Shared::kEmpty + place * 8;
-  }
-
-  // A stage is free in all blocks of the cluster after 8 arrivals of each block: one
-  // each of the warps that add values, or two each of those that form scores, for
-  // stages which only these read.
-  __device__ __forceinline__ void Release(Turn<kStages>& turn, int arrivals) {
-    if (lane_ == 0) {
-      for (int r = 0; r < kCluster; ++r) ArriveAt(Empty(turn.place), r, arrivals);
-    }
-    turn.Next();
-  }
-
-  // ---- Copies.
-
-  __device__ __forceinline__ void Copy() {
-    Turn<kStages> turn;
-    int queries_phase = 1;
-    const bool first = threadIdx.x == 0;
-    const Items<kCluster> items(p_, rank_);
-    Item item;
-    int rounds;
+  // A tile that reaches the length, by all threads. Its end is awaited.
+  template <int which>
+  __device__ __forceinline__ void Gather(int phase, int i, int t) {
+    const Item item = Items(p_).Find(i);
 #pragma unroll 1
-    for (int i = items.First(); i < p_.items; i = items.Next(i)) {
-      if (!items.Find(i, item, rounds)) continue;
-      if (first) CopyQueries(item, turn, queries_phase);
-      for (int q = 0; q < kQueryStages; ++q) turn.Next();
-      queries_phase ^= 1;
-      for (int t = 0; t < rounds; ++t) {
-        if (t < item.prefix) {
-          if (first) CopyTile(item, t, turn);
-        } else {
-          Gather(item, t, turn);
-        }
-        turn.Next();
-      }
+    for (int piece = 0; piece < kPieces && thread_ == 0; ++piece) {
+      WaitForPhase(Empty(which, piece), phase ^ 1);
     }
-  }
-
-  __device__ __forceinline__ void CopyQueries(const Item& item, Turn<kStages> turn,
-                                              int phase) {
-    const int query = item.batch * a_.nodes + item.node;
-    for (int half = 0; half < kQueryStages; ++half) {
-      WaitForPhase(Empty(turn.place), turn.phase ^ 1);
-      ArriveExpecting(Filled(turn.place), kInRegisters * kGroupBytes);
-      for (int g = 0; g < kInRegisters; ++g) {
-        CopyBox4(Stage(turn.place) + g * kGroupBytes, &p_.queries, 0,
-                 item.head + half * 32, g, query, Filled(turn.place));
-      }
-      turn.Next();
-    }
-    const uint32_t full = address_ + Shared::kQueriesFull;
-    WaitForPhase(address_ + Shared::kQueriesEmpty, phase);
-    ArriveExpecting(full, (kGroups - kInRegisters) * kQueryGroupBytes);
-    for (int g = kInRegisters; g < kGroups; ++g) {
-      for (int half = 0; half < 2; ++half) {
-        CopyBox4(address_ + Shared::kQueries + (g - kInRegisters) * kQueryGroupBytes +
-                     half * kGroupBytes,
-                 &p_.queries, 0, item.head + half * 32, g, query, full);
-      }
-    }
-  }
-
-  // A tile that all nodes have in common.
-  __device__ __forceinline__ void CopyTile(const Item& item, int t,
-                                           const Turn<kStages>& turn) {
-    const uint32_t full = Filled(turn.place);
-    WaitForPhase(Empty(turn.place), turn.phase ^ 1);
-    ArriveExpecting(full, kTileBytes);
-    constexpr int kPart = 3;  // groups of a box
-#pragma unroll
-    for (int g = 0; g < kGroups; g += kPart) {
-      const uint32_t to = Stage(turn.place) + g * kGroupBytes;
-      const int position = item.start + t * kTile;
-      if constexpr (kCluster == 1) {
-        CopyBox4(to, &p_.keys, 0, position, g, item.batch, full);
-      } else if ((t + g / kPart) % kCluster == rank_) {
-        CopyBox4ToAll(to, &p_.keys, 0, position, g, item.batch, full,
-                      (1 << kCluster) - 1);
-      }
-    }
-  }
-
-  // A tile that reaches the length.
-  __device__ __forceinline__ void Gather(const Item& item, int t,
-                                         const Turn<kStages>& turn) {
-    __syncwarp();  // One thread was busy with the copies. Only it knows the phase.
-    if (threadIdx.x == 0) WaitForPhase(Empty(turn.place), turn.phase ^ 1);
-    WarpsSync(1, 128);
+    WarpsSync(1 + which, 128);
     if (t < item.tiles) {
-      GatherTile<128>(a_, item, t, 0, kGroups, Stage(turn.place), threadIdx.x);
+      const ScatteredTile tile(a_, item, t, lane_);
+#pragma unroll 1
+      for (int place = warp_; place < kGroups; place += 4) {
+        tile.CopyGroup(GroupAt(place),
+                       kShared + which * kTileBytes + place * kGroupBytes);
+      }
+      tile.Finish();
     }
-    WarpsSync(1, 128);
-    if (threadIdx.x == 0) Arrive(Filled(turn.place));
+    WarpsSync(1 + which, 128);
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces && thread_ == 0; ++piece) {
+      Arrive(Full(which, piece));
+    }
+    __syncwarp();
+  }
+
+  // Queries lie in the order of keys.
+  __device__ __forceinline__ void CopyQueries(int row, int phase) {
+    const uint32_t full = kShared + Shared::kQueriesFull;
+    WaitForPhase(kShared + Shared::kQueriesEmpty, phase ^ 1);
+    ArriveExpecting(full, kGroups * kGroupBytes);
+#pragma unroll 1
+    for (int place = 0; place < kGroups; ++place) {
+      CopyBox4(kShared + Shared::kQueries + place * kGroupBytes, &p_.queries, 0,
+               row % a_.heads, GroupAt(place), row / a_.heads, full);
+    }
   }
 
   // ---- Scores.
 
+  // Tiles go to the two warpgroups in turn, from item to item.
+  template <int which>
   __device__ __forceinline__ void Score() {
-    Turn<kStages> turn;
-    Turn<kSlots> slot;
-    int queries_phase = 0;
-    uint32_t q[kInRegisters * 4][4];
-    float s[2][16];
-    const Items<kCluster> items(p_, rank_);
-    Item item;
-    int rounds;
+    const Items items(p_);
+    int number = 0;         // of tiles so far
+    int queries_phase = 0;  // of the item's queries
 #pragma unroll 1
     for (int i = items.First(); i < p_.items; i = items.Next(i)) {
-      if (!items.Find(i, item, rounds)) continue;
-      LoadQueries(q, turn);
-      WaitForPhase(address_ + Shared::kQueriesFull, queries_phase);
+      int tiles, prefix, keys, start, batch, row, place;
+      {
+        const Item item = items.Find(i);
+        tiles = item.tiles;
+        if (tiles == 0) continue;
+        prefix = item.prefix;
+        keys = item.limit - item.start;
+        start = item.start;
+        batch = item.batch;
+        row = (item.batch * a_.nodes + item.node) * a_.heads + item.head;
+        place = item.chunk * 128 + min(kRows, a_.heads - item.head);
+      }
+      const int rounds = max(tiles, 2);
+#pragma unroll 1
+      for (int t = (number ^ which) & 1; t < rounds; t += 2) {
+        const int phase = (number + t) / 2 % 2;
+        const bool copies = t < prefix && lane_ == 0;
+        if (t >= prefix) Gather<which>(phase, i, t);
+        const int flags = (t == 0 ? kFirst : 0) | (t == tiles - 1 ? kLast : 0) |
+                          (t >= tiles ? kSkip : 0);
+        float s[kScores];
+        if (t < tiles) {
+          Multiply<which>(s, phase, copies, t, batch, start + t * kTile, row,
+                          queries_phase);
+        } else {
+          Skip<which>(phase, t, row, queries_phase);
+        }
+        if (t + 2 >= rounds && lane_ == 0) Arrive(kShared + Shared::kQueriesEmpty);
+        if (thread_ == 0) {
+          ToldOf(number + t)->flags = flags;
+          if (flags & kLast) {
+            ToldOf(number + t)->row = row;
+            ToldOf(number + t)->place = place;
+          }
+        }
+        __syncwarp();
+        if (t < tiles) {
+          Finish<which>(s, phase, t, keys - t * kTile);
+        } else {
+          WaitForPhase(kShared + Shared::kBaseFull + (which ^ 1) * 8,
+                       phase ^ which ^ 1);
+          if (lane_ == 0) Arrive(kShared + Shared::kBaseFull + which * 8);
+        }
+        if (lane_ == 0) Arrive(kShared + Shared::kWeightsFull + which * 8);
+        if (flags & kLast) StoreBases<which>(*ToldOf(number + t));
+      }
+      number += rounds;
       queries_phase ^= 1;
-      base_[0] = base_[1] = -INFINITY;
-      sum_[0] = sum_[1] = 0.f;
-      if (item.tiles > 0) {
-        Multiply(s[0], q, turn);
-        const int steps = min(item.prefix, item.tiles - 1);
-        int t = 0;
-        for (;;) {
-          if (t == steps) {
-            Rest(item, t, s[0], q, turn, slot);
-            break;
-          }
-          Step(s[0], s[1], q, turn, slot);
-          ++t;
-          if (t == steps) {
-            Rest(item, t, s[1], q, turn, slot);
-            break;
-          }
-          Step(s[1], s[0], q, turn, slot);
-          ++t;
+    }
+    if ((number ^ which) & 1) return;  // The other one tells it.
+    // They have passed this warpgroup's last tile, or would take this phase for that.
+    WaitForPhase(Empty(which, 0), number / 2 % 2 ^ 1);
+    if (thread_ == 0) ToldOf(number)->flags = kEnd;
+    __syncwarp();
+    if (lane_ == 0) Arrive(kShared + Shared::kWeightsFull + which * 8);
+  }
+
+  // An empty tile.
+  template <int which>
+  __device__ __forceinline__ void Skip(int phase, int t, int row, int queries_phase) {
+    if (t == 0 && thread_ == 0) CopyQueries(row, queries_phase);
+    if (t < 2) WaitForPhase(kShared + Shared::kQueriesFull, queries_phase);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      WaitForPhase(Full(which, piece), phase);
+    }
+    __syncwarp();
+  }
+
+  // S = Q K^T of tile t. One thread of each warp copies: a copy takes longer to start
+  // than a product.
+  template <int which>
+  __device__ __forceinline__ void Multiply(float (&s)[kScores], int phase, bool copies,
+                                           int t, int batch, int position, int row,
+                                           int queries_phase) {
+    if (copies) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        if (warp_ == (piece == 0 ? 0 : piece - 1)) {
+          CopyPiece(which, phase, piece, batch, position);
         }
       }
-      if (lane_ == 0) Arrive(address_ + Shared::kQueriesEmpty);
-      // What this node does not need.
-      for (int t = item.tiles; t < rounds; ++t) {
-        WaitForPhase(Filled(turn.place), turn.phase);
-        Release(turn, 2);
-      }
-      if (item.tiles > 0) StoreSums(item);
-    }
-  }
-
-  __device__ __forceinline__ void LoadQueries(uint32_t (&q)[kInRegisters * 4][4],
-                                              Turn<kStages>& turn) {
-    const Turn<kStages> first = turn;
-    Turn<kStages> second = turn;
-    second.Next();
-    // 32 rows to a stage, two warps to them. But all warps wait for both: one that
-    // missed a phase would wait for ever.
-    WaitForPhase(Filled(first.place), first.phase);
-    WaitForPhase(Filled(second.place), second.phase);
-    const int row = warp_ % 2 * 16 + lane_ % 16;
-    const uint32_t from = Stage(warp_ < 2 ? first.place : second.place) + row * 128;
-#pragma unroll
-    for (int k = 0; k < kInRegisters * 4; ++k) {
-      const int piece = k % 4 * 2 + lane_ / 16;
-      LoadMatrix4(q[k], from + k / 4 * kGroupBytes + (piece ^ (row & 7)) * 16);
     }
     __syncwarp();
-    for (int i = 0; i < kQueryStages; ++i) Release(turn, 2);
-  }
-
-  // Steps kFrom .. kTo - 1 of 16 dimensions of S = Q K^T for a tile in `stage`.
-  template <int kFrom, int kTo>
-  __device__ __forceinline__ void MultiplyPart(float (&s)[16],
-                                               const uint32_t (&q)[kInRegisters * 4][4],
-                                               uint32_t stage) {
-    const uint64_t keys = Swizzled128(stage);
-    const uint64_t queries = Swizzled128(address_ + Shared::kQueries);
+    if (t < 2) {
+      if (t == 0 && thread_ == 0) CopyQueries(row, queries_phase);
+      WaitForPhase(kShared + Shared::kQueriesFull, queries_phase);
+    }
+    const Operand queries = Swizzled128(kShared + Shared::kQueries);
+    const Operand keys = Swizzled128(kShared + which * kTileBytes);
 #pragma unroll
-    for (int k = kFrom; k < kTo; ++k) {
-      const uint64_t b = keys + (k / 4 * kGroupBytes + k % 4 * 32) / 16;
-      if (k < kInRegisters * 4) {
-        Wgmma32(s, q[k], b, k > 0);
-      } else {
-        const int g = k / 4 - kInRegisters;
-        Wgmma32(s, queries + (g * kQueryGroupBytes + k % 4 * 32) / 16, b, true);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      WaitForPhase(Full(which, piece), phase);
+      WgmmaFence();
+      const int groups = piece == 0 ? 1 : 2;
+#pragma unroll
+      for (int k = 0; k < 4 * groups; ++k) {
+        const int from = (PlaceOfPiece(piece) + k / 4) * kGroupBytes + k % 4 * 32;
+        Wgmma(s, queries.At(from), keys.At(from), piece > 0 || k > 0);
       }
     }
-  }
-
-  // S = Q K^T of the tile whose turn it is.
-  __device__ __forceinline__ void Multiply(float (&s)[16],
-                                           const uint32_t (&q)[kInRegisters * 4][4],
-                                           Turn<kStages>& turn) {
-    WaitForPhase(Filled(turn.place), turn.phase);
-    WgmmaFence();
-    MultiplyPart<0, kGroups * 4>(s, q, Stage(turn.place));
     WgmmaCommit();
-    turn.Next();
-  }
-
-  // Hands over a tile wholly below the length, whose scores are under way, amid the
-  // products of the next. A warp waits when it starts a product while a few are under
-  // way, so what lies between them costs nothing, as long as it has no branches.
-  __device__ __forceinline__ void Step(float (&scores)[16], float (&next)[16],
-                                       const uint32_t (&q)[kInRegisters * 4][4],
-                                       Turn<kStages>& turn, Turn<kSlots>& slot) {
-    const uint32_t stage = Stage(turn.place), full = Filled(turn.place);
-    const uint32_t empty = address_ + Shared::kWeightsEmpty + slot.place * 8;
-    const bool ready = TryWait(full, turn.phase), free = TryWait(empty, slot.phase ^ 1);
-    if (!ready) WaitForPhase(full, turn.phase);
-    if (!free) WaitForPhase(empty, slot.phase ^ 1);
-    turn.Next();
-    WgmmaFence();
-    MultiplyPart<0, 6>(next, q, stage);
-    WgmmaCommit();
-    WgmmaWait<1>();
-    KeepBehind(scores);
-    float top[2], shift[2], factor[2], x[16], sum[2];
-    FindMaxima(scores, top);
-    MultiplyPart<6, 9>(next, q, stage);
-    ShareMaxima(top, 1);
-    MultiplyPart<9, 12>(next, q, stage);
-    ShareMaxima(top, 2);
-    MultiplyPart<12, 15>(next, q, stage);
-    FollowMaxima(top, factor, shift);
-    MultiplyPart<15, 18>(next, q, stage);
-    FindWeights<0>(scores, a_.scale, shift, x, sum);
-    MultiplyPart<18, 20>(next, q, stage);
-    FindWeights<1>(scores, a_.scale, shift, x, sum);
-    MultiplyPart<20, 22>(next, q, stage);
-    FindWeights<2>(scores, a_.scale, shift, x, sum);
-    MultiplyPart<22, 24>(next, q, stage);
-    FindWeights<3>(scores, a_.scale, shift, x, sum);
-    MultiplyPart<24, 28>(next, q, stage);
-    HandOver(x, factor, sum, slot);
-    MultiplyPart<28, 36>(next, q, stage);
-    WgmmaCommit();
-  }
-
-  // All from tile t on, whose scores are under way.
-  __device__ __forceinline__ void Rest(const Item& item, int t, float (&s)[16],
-                                       const uint32_t (&q)[kInRegisters * 4][4],
-                                       Turn<kStages>& turn, Turn<kSlots>& slot) {
     WgmmaWait<0>();
     KeepBehind(s);
-    Finish(item, t, s, slot);
-    float more[16];
-#pragma unroll 1
-    while (++t < item.tiles) {
-      Multiply(more, q, turn);
-      WgmmaWait<0>();
-      KeepBehind(more);
-      Finish(item, t, more, slot);
-    }
   }
 
-  // Hands over any tile.
-  __device__ __forceinline__ void Finish(const Item& item, int t,
-                                         const float (&scores)[16],
-                                         Turn<kSlots>& slot) {
-    float s[16], top[2], shift[2], factor[2], x[16], sum[2];
+  // From scores to weights. `keys`: how many the node sees, from the tile's first on.
+  template <int which>
+  __device__ __forceinline__ void Finish(float (&s)[kScores], int phase, int t,
+                                         int keys) {
+    if (keys < kTile) Mask(s, keys - lane_ % 4 * 2);
+    float top[2], shift[2], base[2], factor[2];
+    FindMaxima(s, a_.scale, top);
+    const int row = warp_ * 16 + lane_ / 4;
+    float* bases = reinterpret_cast<float*>(shared_ + Shared::kBases) + row;
+    float* factors = reinterpret_cast<float*>(shared_ + Shared::kFactors) + row;
+    // Of the tile before.
+    WaitForPhase(kShared + Shared::kBaseFull + (which ^ 1) * 8, phase ^ which ^ 1);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i] = scores[i];
-    if (t >= item.prefix) {
-      Mask(s, item.limit - item.start - t * kTile - lane_ % 4 * 2);
-    }
-    FindMaxima(s, top);
-    ShareMaxima(top, 1);
-    ShareMaxima(top, 2);
-    FollowMaxima(top, factor, shift);
-    FindWeights<0>(s, a_.scale, shift, x, sum);
-    FindWeights<1>(s, a_.scale, shift, x, sum);
-    FindWeights<2>(s, a_.scale, shift, x, sum);
-    FindWeights<3>(s, a_.scale, shift, x, sum);
-    WaitForPhase(address_ + Shared::kWeightsEmpty + slot.place * 8, slot.phase ^ 1);
-    HandOver(x, factor, sum, slot);
-  }
-
-  __device__ __forceinline__ void FollowMaxima(const float (&top)[2],
-                                               float (&factor)[2], float (&shift)[2]) {
+    for (int r = 0; r < 2; ++r) base[r] = bases[(which ^ 1) * kRows + r * 8];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      factor[r] = Follow(base_[r], __fmul_rn(top[r], a_.scale));
-      shift[r] = ShiftOf(base_[r]);
+      if (t == 0) base[r] = -INFINITY;
+      factor[r] = Follow(base[r], top[r]);
+      shift[r] = ShiftOf(base[r]);
     }
-  }
-
-  // A thread's weights go to the threads of the same place in the values' warpgroups.
-  __device__ __forceinline__ void HandOver(const float (&x)[16],
-                                           const float (&factor)[2],
-                                           const float (&sum)[2], Turn<kSlots>& slot) {
-    uint32_t p[2][4];
-    PackWeights(x, p);
-    StoreWeights(p, shared_ + Shared::kWeights + slot.place * kWeightBytes,
-                 threadIdx.x % 128);
-    // The 4 threads of a row have the same factors.
-    reinterpret_cast<float*>(shared_ +
-                             Shared::kFactors)[to_factor_ + slot.place * kRows] =
-        lane_ % 2 == 0 ? factor[0] : factor[1];
+    // The 4 threads of a row have the same.
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] = __fmaf_rn(sum_[r], factor[r], sum[r]);
+    for (int r = 0; r < 2; ++r) {
+      bases[which * kRows + r * 8] = base[r];
+      factors[which * kRows + r * 8] = factor[r];
+    }
     __syncwarp();
-    if (lane_ == 0) Arrive(address_ + Shared::kWeightsFull + slot.place * 8);
-    slot.Next();
+    if (lane_ == 0) Arrive(kShared + Shared::kBaseFull + which * 8);
+    // No warp reads the keys any more that the weights replace.
+    WarpsSync(1 + which, 128);
+    StoreWeights(s, a_.scale, shift, shared_ + which * kTileBytes, thread_);
+    __syncwarp();
   }
 
-  __device__ __forceinline__ void StoreSums(const Item& item) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float total = SumOfRow(sum_[r]);
-      const int row = warp_ * 16 + lane_ / 4 + r * 8;
-      if (lane_ % 4 == 0 && item.head + row < a_.heads) {
-        const int64_t partial = PartialOf(a_, item, row);
-        a_.maxima[partial] = base_[r];
-        a_.sums[partial] = total;
-      }
+  template <int which>
+  __device__ __forceinline__ void StoreBases(const Told& tile) {
+    WarpsSync(1 + which, 128);  // One thread has said which tile it is.
+    const float* bases =
+        reinterpret_cast<const float*>(shared_ + Shared::kBases) + which * kRows;
+    if (thread_ < tile.place % 128) {
+      a_.maxima[PartialOf(tile, thread_)] = bases[thread_];
     }
   }
 
   // ---- Values.
 
-  __device__ __forceinline__ void AddValues(int half) {
-    Turn<kStages> turn;
-    Turn<kSlots> slot;
-    float out[2][64];
-    const Items<kCluster> items(p_, rank_);
-    Item item;
-    int rounds;
+  template <int half>
+  __device__ __forceinline__ void AddValues() {
+    float out[4][32], sums[4];
 #pragma unroll 1
-    for (int i = items.First(); i < p_.items; i = items.Next(i)) {
-      if (!items.Find(i, item, rounds)) continue;
-      for (int q = 0; q < kQueryStages; ++q) turn.Next();
-      for (int t = 0; t < item.tiles; ++t) {
-        AddTile(out, half, t > 0, turn.place, slot);
-        Release(turn, 1);
-      }
-      for (int t = item.tiles; t < rounds; ++t) turn.Next();
-      if (item.tiles > 0) {
-        items.Find(i, item, rounds);  // Again, rather than to keep it in registers.
-        StoreOutput(item, out, half);
-      }
+    for (int number = 0;; number += 2) {
+      if (!AddTileIfAny<half, 0>(out, sums, number)) return;
+      if (!AddTileIfAny<half, 1>(out, sums, number + 1)) return;
     }
   }
 
-  // O += P V of one tile.
-  __device__ __forceinline__ void AddTile(float (&out)[2][64], int half, bool add,
-                                          int place, Turn<kSlots>& slot) {
-    WaitForPhase(address_ + Shared::kWeightsFull + slot.place * 8, slot.phase);
+  template <int half, int which>
+  __device__ __forceinline__ bool AddTileIfAny(float (&out)[4][32], float (&sums)[4],
+                                               int number) {
+    WaitForPhase(kShared + Shared::kWeightsFull + which * 8, number / 2 % 2);
+    const int flags = ToldOf(number)->flags;
+    if (flags & kEnd) return false;
+    if (flags & kSkip) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) Release(which, piece);
+    } else {
+      AddTile<half, which>(out, sums, !(flags & kFirst));
+      if (flags & kLast) StoreOutput<half>(*ToldOf(number), out, sums);
+    }
+    return true;
+  }
+
+  // This warp has read a piece.
+  __device__ __forceinline__ void Release(int which, int piece) {
+    if (lane_ == 0) Arrive(Empty(which, piece));
+  }
+
+  // O += P V of one tile, whose weights are those of scores warpgroup `which`. The first
+  // half sums the weights, in products with ones.
+  template <int half, int which>
+  __device__ __forceinline__ void AddTile(float (&out)[4][32], float (&sums)[4],
+                                          bool add) {
     const float* factors = reinterpret_cast<const float*>(shared_ + Shared::kFactors) +
-                           slot.place * kRows + warp_ * 16 + lane_ / 4;
+                           which * kRows + warp_ * 16 + lane_ / 4;
     const float factor[2] = {factors[0], factors[8]};
-    uint32_t p[2][4];
-    LoadWeights(shared_ + Shared::kWeights + slot.place * kWeightBytes,
-                threadIdx.x % 128, p);
+    uint32_t weights[kKeySteps][4];
+    LoadWeights(shared_ + which * kTileBytes, thread_, weights);
     if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f) && add) {
 #pragma unroll
       for (int j = 0; j < 128; ++j) {
-        float& x = out[j / 64][j % 64];
+        float& x = out[j / 32][j % 32];
         x = __fmul_rn(x, factor[RowOf(j)]);
       }
-    }
-    const uint64_t values =
-        Swizzled128(Stage(place) + half * 4 * kGroupBytes, 1024, kGroupBytes);
-    WgmmaFence();
+      if (half == 0) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        WgmmaByKey(out[c], p[k], values + (c * 2 * kGroupBytes + k * 16 * 128) / 16,
-                   add || k > 0);
+        for (int j = 0; j < 4; ++j) sums[j] = __fmul_rn(sums[j], factor[RowOf(j)]);
       }
     }
-    WgmmaCommit();
+    const Operand values =
+        Swizzled128(kShared + which * kTileBytes + (1 + half) * kGroupBytes);
+    WgmmaFence();
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+#pragma unroll
+      for (int k = 0; k < kKeySteps; ++k) {
+        WgmmaByKey(out[g], weights[k], values.At(g * 2 * kGroupBytes + k * 16 * 128),
+                   add || k > 0);
+        if (g == 3 && half == 0) {
+          Wgmma(sums, weights[k], Unswizzled(kShared + Shared::kOnes), add || k > 0);
+        }
+      }
+      WgmmaCommit();
+      if (g == 0) {
+        FenceForProducts();  // It is bulk copies that write there next.
+        __syncwarp();
+        Release(which, 0);
+      } else {
+        WgmmaWait<1>();
+        Release(which, g);
+      }
+    }
     WgmmaWait<0>();
-    KeepBehind(out[0]);
-    KeepBehind(out[1]);
-    if (lane_ == 0) Arrive(address_ + Shared::kWeightsEmpty + slot.place * 8);
-    slot.Next();
+    Release(which, 4);
+#pragma unroll
+    for (int g = 0; g < 4; ++g) KeepBehind(out[g]);
+    if (half == 0) KeepBehind(sums);
   }
 
-  __device__ __forceinline__ void StoreOutput(const Item& item,
-                                              const float (&out)[2][64], int half) {
+  template <int half>
+  __device__ __forceinline__ void StoreOutput(const Told& tile,
+                                              const float (&out)[4][32],
+                                              const float (&sums)[4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp_ * 16 + lane_ / 4 + r * 8;
-      if (item.head + row >= a_.heads) continue;
-      float* to = a_.accumulators + PartialOf(a_, item, row) * kValues + half * 256 +
-                  lane_ % 4 * 2;
+      if (row >= tile.place % 128) continue;
+      const int64_t partial = PartialOf(tile, row);
+      if (half == 0 && lane_ % 4 == 0) a_.sums[partial] = sums[r * 2];
+      float* to = a_.accumulators + partial * kValues + half * 256 + lane_ % 4 * 2;
 #pragma unroll
       for (int c = 0; c < 32; ++c) {
-        *reinterpret_cast<float2*>(to + c * 8) = make_float2(
-            out[c / 16][c % 16 * 4 + r * 2], out[c / 16][c % 16 * 4 + r * 2 + 1]);
+        *reinterpret_cast<float2*>(to + c * 8) =
+            make_float2(out[c / 8][c % 8 * 4 + r * 2], out[c / 8][c % 8 * 4 + r * 2 + 1]);
       }
     }
   }
@@ -487,10 +438,7 @@ class Block {
   const Params& p_;
   const TreeAttentionArgs& a_;
   char* const shared_;
-  const uint32_t address_;
-  const int rank_, warp_, lane_;
-  const int to_factor_;  // a row of this thread
-  float base_[2], sum_[2];
+  const int thread_, warp_, lane_;
 };
 
 }  // namespace hopper

@@ -44,38 +44,28 @@ __device__ __forceinline__ Item FindItem(const Params& p, int batch, int chunk,
   return item;
 }
 
-// The items of a cluster of the persistent kernel: two row tiles of one chunk with
-// kCluster = 2. Clusters take them in turn. With one sequence, those of a last chunk
-// that is hardly begun come after all others and go to the clusters that have had one
-// less.
-template <int kCluster>
+// The items of the persistent kernel. Blocks take them in turn. With one sequence, those
+// of a last chunk that is hardly begun come after all others and go to the blocks that
+// have had one less.
 class Items {
  public:
-  __device__ __forceinline__ Items(const Params& p, int rank) : p_(p), rank_(rank) {}
+  __device__ __forceinline__ explicit Items(const Params& p) : p_(p) {}
 
   __device__ __forceinline__ int First() const {
-    const int full = Full(), cluster = blockIdx.x / kCluster;
-    return cluster < full ? cluster : FirstOfRest(full);
+    const int full = Full(), block = blockIdx.x;
+    return block < full ? block : FirstOfRest(full);
   }
 
   __device__ __forceinline__ int Next(int i) const {
-    const int full = Full(), clusters = gridDim.x / kCluster;
-    if (i >= full) return i + clusters - full % clusters;
-    return i + clusters < full ? i + clusters : FirstOfRest(full);
+    const int full = Full(), blocks = gridDim.x;
+    if (i >= full) return i + blocks - full % blocks;
+    return i + blocks < full ? i + blocks : FirstOfRest(full);
   }
 
-  // This block's part of item i, and the most tiles that a block of the cluster has.
-  // False where that is none.
-  __device__ __forceinline__ bool Find(int i, Item& item, int& rounds) const {
-    const int pair = i % p_.pairs, chunk = i / p_.pairs % p_.args.chunks;
-    const int batch = i / p_.pairs / p_.args.chunks;
-    item = FindItem(p_, batch, chunk, pair * kCluster + rank_);
-    rounds = item.tiles;
-    if constexpr (kCluster == 2) {
-      const Item other = FindItem(p_, batch, chunk, pair * kCluster + (rank_ ^ 1));
-      rounds = max(rounds, other.tiles);
-    }
-    return rounds > 0;
+  __device__ __forceinline__ Item Find(int i) const {
+    const int row_tiles = p_.args.nodes * p_.row_tiles;
+    return FindItem(p_, i / row_tiles / p_.args.chunks, i / row_tiles % p_.args.chunks,
+                    i % row_tiles);
   }
 
  private:
@@ -83,17 +73,16 @@ class Items {
     const TreeAttentionArgs& a = p_.args;
     if (a.batch > 1) return p_.items;
     const int length = min(max(a.lengths[0], 0), a.capacity);
-    return min(a.chunks, (length + a.chunk / 2) / a.chunk) * p_.pairs;
+    return min(a.chunks, (length + a.chunk / 2) / a.chunk) * a.nodes * p_.row_tiles;
   }
 
   __device__ __forceinline__ int FirstOfRest(int full) const {
-    const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-    const int idle_from = full % clusters;
-    return cluster < idle_from ? p_.items : full + cluster - idle_from;
+    const int block = blockIdx.x, blocks = gridDim.x;
+    const int idle_from = full % blocks;
+    return block < idle_from ? p_.items : full + block - idle_from;
   }
 
   const Params& p_;
-  const int rank_;
 };
 
 // Row `row` of the item in the workspace, counted in chunks.
@@ -103,52 +92,74 @@ __device__ __forceinline__ int64_t PartialOf(const TreeAttentionArgs& a,
   return (node * a.heads + item.head + row) * a.chunks + item.chunk;
 }
 
-// Copies groups kFirst .. of a tile that reaches the length to `to`: committed keys,
-// then the node's ancestors, zeros from the item's limit on. For kThreads threads, at
-// the end of which products see what they wrote.
-template <int kThreads>
-__device__ __forceinline__ void GatherTile(const TreeAttentionArgs& a, const Item& item,
-                                           int t, int first_group, int groups,
-                                           uint32_t to, int thread) {
-  const int lane = thread % 4;
-#pragma unroll 1
-  for (int key = thread / 4; key < kTile; key += kThreads / 4) {
-    const int position = item.start + t * kTile + key;
-    const bool wanted = position < item.limit;
-    const __nv_bfloat16* from = static_cast<const __nv_bfloat16*>(a.tree_keys);
-    if (wanted && position < item.length) {
-      from = static_cast<const __nv_bfloat16*>(a.cache) +
-             (static_cast<int64_t>(item.batch) * a.capacity + position) * kWidth;
-    } else if (wanted) {
-      const int64_t node = static_cast<int64_t>(item.batch) * a.nodes + item.node;
-      const int slot = a.ancestors[node * a.max_ancestors + position - item.length];
-      from += (static_cast<int64_t>(item.batch) * a.nodes +
-               min(max(slot, 0), a.nodes - 1)) *
-              kWidth;
-    }
-    from += first_group * kGroupDims;
-#pragma unroll 1
-    for (int g = 0; g < groups; ++g) {
+// Where a tile's keys lie that reaches the length, for a warp to gather: committed ones,
+// then the node's ancestors. A lane knows of two keys, lane and lane + 32.
+class ScatteredTile {
+ public:
+  __device__ __forceinline__ ScatteredTile(const TreeAttentionArgs& a, const Item& item,
+                                           int t, int lane)
+      : lane_(lane) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int piece = lane + half * 4;
-        CopyAsync16(to + g * kGroupBytes + key * 128 + (piece ^ (key & 7)) * 16,
-                    from + g * kGroupDims + piece * 8, wanted);
+    for (int half = 0; half < 2; ++half) {
+      const int position = item.start + t * kTile + half * 32 + lane;
+      const __nv_bfloat16* from = nullptr;
+      if (position < item.limit && position < item.length) {
+        from = static_cast<const __nv_bfloat16*>(a.cache) +
+               (static_cast<int64_t>(item.batch) * a.capacity + position) * kWidth;
+      } else if (position < item.limit) {
+        const int64_t node = static_cast<int64_t>(item.batch) * a.nodes + item.node;
+        const int slot = a.ancestors[node * a.max_ancestors + position - item.length];
+        from = static_cast<const __nv_bfloat16*>(a.tree_keys) +
+               (static_cast<int64_t>(item.batch) * a.nodes +
+                min(max(slot, 0), a.nodes - 1)) *
+                   kWidth;
+      }
+      from_[half] = reinterpret_cast<uint64_t>(from);
+    }
+    some_ = reinterpret_cast<uint64_t>(a.tree_keys);
+  }
+
+  // Starts to copy a group of 64 dimensions, with zeros for keys from the item's limit
+  // on.
+  __device__ __forceinline__ void CopyGroup(int group, uint32_t to) const {
+    const int piece = lane_ % 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+        const int key = step * 4 + lane_ / 8;
+        const uint64_t row = __shfl_sync(~0u, from_[half], key);
+        const char* from = reinterpret_cast<const char*>(row ? row : some_) +
+                           group * 128 + piece * 16;
+        CopyAsync16(to + (half * 32 + key) * 128 + (piece ^ (key & 7)) * 16, from,
+                    row != 0);
       }
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  FenceForProducts();
-}
+
+  // To be called by the warp after its copies, before one lane tells a barrier:
+  // products see what came.
+  __device__ __forceinline__ static void Finish() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    FenceForProducts();
+    __syncwarp();
+  }
+
+ private:
+  const int lane_;
+  uint64_t from_[2];  // 0 for keys that are not wanted
+  uint64_t some_;     // where it is safe to read
+};
 
 // Goes round the places of a ring.
 template <int kPlaces>
 struct Turn {
   int place = 0, phase = 0;
 
-  __device__ __forceinline__ void Next() {
-    if (++place == kPlaces) {
-      place = 0;
+  __device__ __forceinline__ void Next(int places = 1) {
+    place += places;
+    if (place >= kPlaces) {
+      place -= kPlaces;
       phase ^= 1;
     }
   }

@@ -1,15 +1,29 @@
 // A cluster of c = 4 or 8 blocks for one row tile and one chunk, where there are too
-// few of them to fill the GPU. Block r forms the scores and weights of tiles r, r + c, ..
-// and sums the values of all tiles for its 512 / c columns.
+// few of them to fill the GPU. Block r forms the scores and weights of tiles r, r + c,
+// .. and sums the values of all tiles for its 512 / c columns. Three warpgroups:
 //
-//   copies   two warps: whole tiles for the scores, the block's columns of all tiles.
-//   scores   a warpgroup. Blocks tell each other the maxima of a round of c tiles, so
-//            each knows what the rows' references are at its own tile. Then each sends
-//            its weights to all.
-//   values   a warpgroup, O += P V.
+//   copies   three warps: whole tiles for the scores, the block's columns of all tiles,
+//            and the weights to all blocks.
+//   scores   S = Q K^T, with Q in registers. Blocks tell each other the maxima of a
+//            round of c tiles, so each knows what the rows' references are at its own
+//            tile. While maxima travel, the scores of the next round are formed.
+//   values   O += P V. While products are under way, the next weights are taken.
 //
 // Each score, weight and sum comes about as in tree_attention_hopper_block.cuh, so
 // which kernel runs does not show in the bits.
+//
+// What keeps blocks from overrunning each other:
+//
+//   maxima   A block sends those of round n after it followed round n - 2. So all
+//            blocks have sent theirs of n - 2, which each did after it followed n - 4.
+//            Four places are enough then, also for what is sent, as a block that
+//            followed a round has received all of it. Three are not.
+//   weights  A block sends the next ones to the same places after all warps that add
+//            values, of all blocks, took the last ones. By then each block expects the
+//            next. On their way they have two places in memory.
+//
+// Bytes may come before their barrier expects them, but its phase does not end without
+// that arrival, which the block itself makes after all its warps saw the last one end.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
@@ -27,44 +41,51 @@ namespace kdtree_jax {
 namespace hopper {
 
 constexpr int kSplitThreads = 384;
-constexpr int kKeyStages = 2;
+constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
+constexpr int kValueStages = 4;  // of a block's columns of a tile
+constexpr int kMaximaPlaces = 4;
 
-// What the values' warpgroups need of one tile.
+// What the values' warps need of one tile.
 struct Message {
-  static constexpr int kSums = kRows * kTile * 2;       // after the weights
-  static constexpr int kFactors = kSums + 128 * 2 * 4;  // of each thread's part of rows
+  static constexpr int kFactors = kWeightBytes;  // after the weights
   static constexpr int kBytes = kFactors + kRows * 4;
 };
+static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
 
 template <int kSplit>
 struct SplitShared {
   static constexpr int kColumnGroups = kValues / 64 / kSplit;  // of 64, a block's
   static constexpr int kValueBytes = kColumnGroups * kGroupBytes;
-  static constexpr int kValueStages = kSplit == 8 ? 7 : 5;
-  static constexpr int kQueries = 0;
-  static constexpr int kKeys = kQueries + kGroups * kQueryGroupBytes;
-  static constexpr int kTheValues = kKeys + kKeyStages * kTileBytes;
+  static constexpr int kKeys = 0;
+  static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
   static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;  // [sender]
   static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
-  static constexpr int kMaxima = kOutgoing + Message::kBytes;  // [round % 2][tile][row]
+  static constexpr int kOnes = kOutgoing + Message::kBytes;
+  static constexpr int kMaxima = kOnes + kOnesBytes;  // [round % 4][tile][row]
   static constexpr int kOwnMaxima =
-      kMaxima + 2 * kSplit * kRows * 4;  // [round % 2][row]
-  static constexpr int kQueriesFull = kOwnMaxima + 2 * kRows * 4;
-  static constexpr int kKeysFull = kQueriesFull + 8;
-  static constexpr int kKeysEmpty = kKeysFull + kKeyStages * 8;
-  static constexpr int kValuesFull = kKeysEmpty + kKeyStages * 8;
+      kMaxima + kMaximaPlaces * kSplit * kRows * 4;  // [round % 4][row]
+  static constexpr int kKeysFull = kOwnMaxima + kMaximaPlaces * kRows * 4;
+  static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
+  static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
   static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
-  static constexpr int kMaximaFull = kValuesEmpty + kValueStages * 8;  // [round % 2]
-  static constexpr int kMessagesFull = kMaximaFull + 2 * 8;            // [sender]
+  static constexpr int kMaximaFull = kValuesEmpty + kValueStages * 8;  // [round % 4]
+  static constexpr int kMessagesFull = kMaximaFull + kMaximaPlaces * 8;  // [sender]
   static constexpr int kTaken = kMessagesFull + kSplit * 8;  // this block's, by all
-  static constexpr int kBytes = kTaken + 8 + 1024;           // and to begin at 1024
+  static constexpr int kOutgoingFull = kTaken + 8;
+  static constexpr int kOutgoingEmpty = kOutgoingFull + 8;
+  static constexpr int kBytes = kOutgoingEmpty + 8;
+  static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
 };
+static_assert(SplitShared<4>::kBytes <= 232448 && SplitShared<8>::kBytes <= 232448,
+              "more than a block may have");
 
+// `shared` must lie on a multiple of 1024.
 template <int kSplit>
 class SplitBlock {
   using S = SplitShared<kSplit>;
-  static constexpr int kValueStages = S::kValueStages;
-  static constexpr int kColumns = S::kColumnGroups * 64;
+  static constexpr int kColumnGroups = S::kColumnGroups;
+  static constexpr int kColumns = kColumnGroups * 64;
+  using KeyTurn = Turn<kKeyBuffers>;
   using ValueTurn = Turn<kValueStages>;
 
  public:
@@ -79,141 +100,200 @@ class SplitBlock {
         lane_(thread_ % 32) {}
 
   __device__ __forceinline__ void Run() {
-    const int i = blockIdx.x / kSplit;
-    const int row_tiles = a_.nodes * p_.row_tiles;
-    item_ = FindItem(p_, i / row_tiles / a_.chunks, i / row_tiles % a_.chunks,
-                     i % row_tiles);
-    if (item_.tiles == 0) return;  // As do all blocks of the cluster.
-    if (threadIdx.x == 0) {
-      InitBarrier(address_ + S::kQueriesFull, 1);
-      for (int k = 0; k < kKeyStages; ++k) {
-        InitBarrier(address_ + S::kKeysFull + k * 8, 1);
-        InitBarrier(address_ + S::kKeysEmpty + k * 8, 4);
-      }
-      for (int k = 0; k < kValueStages; ++k) {
-        InitBarrier(address_ + S::kValuesFull + k * 8, 1);
-        InitBarrier(address_ + S::kValuesEmpty + k * 8, 4);
-      }
-      for (int k = 0; k < 2; ++k) InitBarrier(address_ + S::kMaximaFull + k * 8, 1);
-      for (int k = 0; k < kSplit; ++k) {
-        InitBarrier(address_ + S::kMessagesFull + k * 8, 1);
-      }
-      InitBarrier(address_ + S::kTaken, kSplit * 4);
-      FenceBarrierInit();
+    if (threadIdx.x < kOnesBytes / 2) {
+      reinterpret_cast<uint16_t*>(shared_ + S::kOnes)[threadIdx.x] = kOne;
+      FenceForProducts();
     }
-    __syncthreads();
-    ClusterSync();
     const int group = threadIdx.x / 128;
     if (group == 0) {
-      if (warp_ == 0) CopyKeys();
-      if (warp_ == 1) CopyValues();
+      GiveRegisters<96>();  // To those of the scores. The values' keep their 168.
+      ForItems([&] {
+        if (warp_ == 0) CopyKeys();
+        if (warp_ == 1) CopyValues();
+        if (warp_ == 2) SendMessages();
+      });
     } else if (group == 1) {
-      Score();
+      TakeRegisters<240>();
+      ForItems([&] { Score(); });
     } else {
-      AddValues();
+      ForItems([&] { AddValues(); });
     }
-    __syncwarp();
-    ClusterSync();  // No block may end while another sends it something.
   }
 
  private:
-  // ---- Copies.
-
-  __device__ __forceinline__ void CopyKeys() {
-    if (lane_ == 0) {
-      const uint32_t full = address_ + S::kQueriesFull;
-      ArriveExpecting(full, kGroups * kQueryGroupBytes);
-      for (int g = 0; g < kGroups; ++g) {
-        for (int half = 0; half < 2; ++half) {
-          CopyBox4(address_ + S::kQueries + g * kQueryGroupBytes + half * kGroupBytes,
-                   &p_.queries, 0, item_.head + half * 32, g,
-                   item_.batch * a_.nodes + item_.node, full);
-        }
-      }
-    }
-    Turn<kKeyStages> turn;
-    for (int t = rank_; t < item_.tiles; t += kSplit) {
-      constexpr int kPart = 3;  // groups of a box
-      const uint32_t to = address_ + S::kKeys + turn.place * kTileBytes;
-      const uint32_t full = address_ + S::kKeysFull + turn.place * 8;
-      if (lane_ == 0)
-        WaitForPhase(address_ + S::kKeysEmpty + turn.place * 8, turn.phase ^ 1);
+  // Calls `work` for each item of the cluster, in all warps at a time.
+  template <typename Work>
+  __device__ __forceinline__ void ForItems(Work work) {
+    const int row_tiles = a_.nodes * p_.row_tiles;
+    bool first = true;
+#pragma unroll 1
+    for (int i = blockIdx.x / kSplit; i < p_.items; i += gridDim.x / kSplit) {
+      item_ = FindItem(p_, i / row_tiles / a_.chunks, i / row_tiles % a_.chunks,
+                       i % row_tiles);
+      if (item_.tiles == 0) continue;  // As do all blocks of the cluster.
+      if (threadIdx.x == 0) SetBarriers(first);
+      first = false;
+      ClusterSync();
+      work();
       __syncwarp();
+      ClusterSync();  // No block may end, or begin, while another sends it something.
+    }
+  }
+
+  __device__ __forceinline__ void SetBarriers(bool first) {
+    if (!first) {
+#pragma unroll 1
+      for (int k = 0; k < S::kBarriers; ++k) EndBarrier(address_ + S::kKeysFull + k * 8);
+    }
+    for (int k = 0; k < kKeyBuffers; ++k) {
+      InitBarrier(address_ + S::kKeysFull + k * 8, 1);
+      InitBarrier(address_ + S::kKeysEmpty + k * 8, 4);
+    }
+    for (int k = 0; k < kValueStages; ++k) {
+      InitBarrier(address_ + S::kValuesFull + k * 8, 1);
+      InitBarrier(address_ + S::kValuesEmpty + k * 8, 4);
+    }
+    for (int k = 0; k < kMaximaPlaces; ++k) {
+      InitBarrier(address_ + S::kMaximaFull + k * 8, 1);
+    }
+    for (int k = 0; k < kSplit; ++k) {
+      InitBarrier(address_ + S::kMessagesFull + k * 8, 1);
+    }
+    InitBarrier(address_ + S::kTaken, kSplit * 4);
+    InitBarrier(address_ + S::kOutgoingFull, 4);
+    InitBarrier(address_ + S::kOutgoingEmpty, 1);
+    FenceBarrierInit();
+  }
+
+  // ---- Copies. One lane waits and starts copies, except for gathered tiles.
+
+  __device__ __forceinline__ uint32_t Keys(const KeyTurn& turn) const {
+    return address_ + S::kKeys + turn.place * kGroupBytes;
+  }
+  __device__ __forceinline__ uint32_t KeysFull(const KeyTurn& turn) const {
+    return address_ + S::kKeysFull + turn.place * 8;
+  }
+  __device__ __forceinline__ uint32_t KeysEmpty(const KeyTurn& turn) const {
+    return address_ + S::kKeysEmpty + turn.place * 8;
+  }
+
+  // Queries come through the buffers of keys, as the first tile.
+  __device__ __forceinline__ void CopyKeys() {
+    KeyTurn turn;
+    if (lane_ == 0) {
+      CopyGroups(&p_.queries, item_.head, item_.batch * a_.nodes + item_.node, turn);
+    }
+    turn.Next(kGroups);
+#pragma unroll 1
+    for (int t = rank_; t < item_.tiles; t += kSplit) {
       if (t >= item_.prefix) {
-        GatherTile<32>(a_, item_, t, 0, kGroups, to, lane_);
-        __syncwarp();
-        if (lane_ == 0) Arrive(full);
+        GatherKeys(t, turn);
       } else if (lane_ == 0) {
-        ArriveExpecting(full, kTileBytes);
-        for (int g = 0; g < kGroups; g += kPart) {
-          CopyBox4(to + g * kGroupBytes, &p_.keys, 0, item_.start + t * kTile, g,
-                   item_.batch, full);
-        }
+        CopyGroups(&p_.keys, item_.start + t * kTile, item_.batch, turn);
       }
-      turn.Next();
+      turn.Next(kGroups);
+    }
+  }
+
+  __device__ __forceinline__ void CopyGroups(const CUtensorMap* map, int row, int of,
+                                             KeyTurn turn) {
+#pragma unroll 1
+    for (int place = 0; place < kGroups; ++place, turn.Next()) {
+      WaitForPhase(KeysEmpty(turn), turn.phase ^ 1);
+      ArriveExpecting(KeysFull(turn), kGroupBytes);
+      CopyBox4(Keys(turn), map, 0, row, GroupAt(place), of, KeysFull(turn));
+    }
+  }
+
+  // Takes all of the tile's buffers before it tells of any. They do become free: no one
+  // waits for this tile to release the one before.
+  __device__ __forceinline__ void GatherKeys(int t, KeyTurn turn) {
+    const ScatteredTile tile(a_, item_, t, lane_);
+    KeyTurn full = turn;
+#pragma unroll 1
+    for (int place = 0; place < kGroups; ++place, turn.Next()) {
+      if (lane_ == 0) WaitForPhase(KeysEmpty(turn), turn.phase ^ 1);
+      __syncwarp();
+      tile.CopyGroup(GroupAt(place), Keys(turn));
+    }
+    tile.Finish();
+#pragma unroll 1
+    for (int place = 0; place < kGroups; ++place, full.Next()) {
+      if (lane_ == 0) Arrive(KeysFull(full));
     }
   }
 
   __device__ __forceinline__ void CopyValues() {
     ValueTurn turn;
+    const int first = rank_ * kColumnGroups;
+#pragma unroll 1
     for (int t = 0; t < item_.tiles; ++t) {
       const uint32_t to = address_ + S::kTheValues + turn.place * S::kValueBytes;
       const uint32_t full = address_ + S::kValuesFull + turn.place * 8;
       if (lane_ == 0) {
         WaitForPhase(address_ + S::kValuesEmpty + turn.place * 8, turn.phase ^ 1);
       }
-      __syncwarp();
       if (t >= item_.prefix) {
-        GatherTile<32>(a_, item_, t, rank_ * S::kColumnGroups, S::kColumnGroups, to,
-                       lane_);
         __syncwarp();
+        const ScatteredTile tile(a_, item_, t, lane_);
+#pragma unroll 1
+        for (int g = 0; g < kColumnGroups; ++g) {
+          tile.CopyGroup(first + g, to + g * kGroupBytes);
+        }
+        tile.Finish();
         if (lane_ == 0) Arrive(full);
       } else if (lane_ == 0) {
         ArriveExpecting(full, S::kValueBytes);
-        for (int g = 0; g < S::kColumnGroups; ++g) {
-          CopyBox4(to + g * kGroupBytes, &p_.values, 0, item_.start + t * kTile,
-                   rank_ * S::kColumnGroups + g, item_.batch, full);
+        for (int g = 0; g < kColumnGroups; ++g) {
+          CopyBox4(to + g * kGroupBytes, &p_.keys, 0, item_.start + t * kTile,
+                   first + g, item_.batch, full);
         }
       }
       turn.Next();
     }
   }
 
+  // Sends the weights of the block's own tiles to all blocks, by way of memory: the copy
+  // engine brings what is there to all at once, far faster than one block sends to each.
+  __device__ __forceinline__ void SendMessages() {
+    if (lane_ != 0) return;
+    char* const places = static_cast<char*>(a_.messages) +
+                         static_cast<int64_t>(blockIdx.x) * 2 * Message::kBytes;
+    int round = 0;
+#pragma unroll 1
+    for (int t = rank_; t < item_.tiles; t += kSplit, ++round) {
+      char* const place = places + round % 2 * Message::kBytes;
+      WaitForPhase(address_ + S::kOutgoingFull, round % 2);
+      StoreBulk(place, address_ + S::kOutgoing, Message::kBytes);
+      FenceForCopies();
+      Arrive(address_ + S::kOutgoingEmpty);
+      // The last ones, by all. So those before them have left the memory too.
+      WaitForPhase(address_ + S::kTaken, round % 2 ^ 1);
+      CopyBulkToAll(address_ + S::kMessages + rank_ * Message::kBytes, place,
+                    Message::kBytes, address_ + S::kMessagesFull + rank_ * 8,
+                    (1 << kSplit) - 1);
+    }
+  }
+
   // ---- Scores.
 
+  // Two rounds at a time, so that no scores are copied.
   __device__ __forceinline__ void Score() {
-    Turn<kKeyStages> turn;
-    float s[16], base[2] = {-INFINITY, -INFINITY};
-    WaitForPhase(address_ + S::kQueriesFull, 0);
-    Multiply(s, rank_, turn);
+    KeyTurn turn;
+    uint32_t q[kGroups * 4][4];
+    float even[kScores], odd[kScores], base[2] = {-INFINITY, -INFINITY};
+    LoadQueries(q, turn);
+    // In registers that a warp shares: others are few.
+    item_.prefix = __reduce_max_sync(~0u, item_.prefix);
+    item_.tiles = __reduce_max_sync(~0u, item_.tiles);
     const int rounds = (item_.tiles + kSplit - 1) / kSplit;
-    for (int round = 0; round < rounds; ++round) {
-      const int t = round * kSplit + rank_;
-      const bool mine = t < item_.tiles;
-      WgmmaWait<0>();
-      KeepBehind(s);
-      float scores[16], top[2];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) scores[i] = s[i];
-      if (mine) {
-        if (lane_ == 0) Arrive(address_ + S::kKeysEmpty + turn.place * 8);
-        turn.Next();
-      }
-      // Where there is no such tile, all of it is masked.
-      if (t >= item_.prefix) {
-        Mask(scores, item_.limit - item_.start - t * kTile - lane_ % 4 * 2);
-      }
-      FindMaxima(scores, top);
-      ShareMaxima(top, 1);
-      ShareMaxima(top, 2);
-      SendMaxima(top, round);
-      Multiply(s, t + kSplit, turn);  // Of the next round, while these travel.
-
-      float factor[2], shift[2];
-      FollowRound(round, base, factor, shift);
-      if (mine) SendWeights(scores, round, factor, shift);
+#pragma unroll 1
+    for (int round = 0; round <= rounds; round += 2) {
+      if (round < rounds) FormScores(even, q, round, turn);
+      if (round > 0) FormWeights(odd, round - 1, base);
+      if (round + 1 < rounds) FormScores(odd, q, round + 1, turn);
+      if (round < rounds) FormWeights(even, round, base);
     }
-    WgmmaWait<0>();
     if (rank_ == 0 && lane_ % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -223,49 +303,116 @@ class SplitBlock {
     }
   }
 
-  // S = Q K^T of tile t; of whatever lies there if there is no such tile.
-  __device__ __forceinline__ void Multiply(float (&s)[16], int t,
-                                           const Turn<kKeyStages>& turn) {
-    if (t < item_.tiles) {
-      WaitForPhase(address_ + S::kKeysFull + turn.place * 8, turn.phase);
-    }
-    const uint64_t keys = Swizzled128(address_ + S::kKeys + turn.place * kTileBytes);
-    const uint64_t queries = Swizzled128(address_ + S::kQueries);
-    WgmmaFence();
+  __device__ __forceinline__ void LoadQueries(uint32_t (&q)[kGroups * 4][4],
+                                              KeyTurn& turn) {
+    const int row = warp_ * 16 + lane_ % 16;
 #pragma unroll
-    for (int k = 0; k < kGroups * 4; ++k) {
-      Wgmma32(s, queries + (k / 4 * kQueryGroupBytes + k % 4 * 32) / 16,
-              keys + (k / 4 * kGroupBytes + k % 4 * 32) / 16, k > 0);
+    for (int place = 0; place < kGroups; ++place) {
+      WaitForPhase(KeysFull(turn), turn.phase);
+      const uint32_t from = Keys(turn) + row * 128;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int piece = k * 2 + lane_ / 16;
+        LoadMatrix4(q[place * 4 + k], from + (piece ^ (row & 7)) * 16);
+      }
+      ReleaseKeys(turn);
     }
-    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void ReleaseKeys(KeyTurn& turn) {
+    __syncwarp();
+    if (lane_ == 0) Arrive(KeysEmpty(turn));
+    turn.Next();
+  }
+
+  // This block's scores of a round, and sends their maxima.
+  __device__ __forceinline__ void FormScores(float (&scores)[kScores],
+                                             const uint32_t (&q)[kGroups * 4][4],
+                                             int round, KeyTurn& turn) {
+    const int t = round * kSplit + rank_;
+    if (t < item_.tiles) Multiply(scores, q, turn);
+    // Where there is no such tile, all of it is masked.
+    if (t >= item_.prefix) {
+      int left = item_.limit - item_.start - t * kTile;
+      asm volatile("" : "+r"(left));  // Rather than to keep the rest in a register.
+      Mask(scores, left - lane_ % 4 * 2);
+    }
+    float top[2];
+    FindMaxima(scores, a_.scale, top);
+    SendMaxima(top, round);
+  }
+
+  // S = Q K^T of the next tile. Gives buffers back as their products end.
+  __device__ __forceinline__ void Multiply(float (&s)[kScores],
+                                           const uint32_t (&q)[kGroups * 4][4],
+                                           KeyTurn& turn) {
+    KeyTurn done = turn;
+#pragma unroll
+    for (int place = 0; place < kGroups; ++place) {
+      WaitForPhase(KeysFull(turn), turn.phase);
+      const Operand keys = Swizzled128(Keys(turn));
+      WgmmaFence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        Wgmma(s, q[place * 4 + k], keys.At(k * 32), place + k > 0);
+      }
+      WgmmaCommit();
+      turn.Next();
+      if (place == 0) continue;
+      WgmmaWait<1>();
+      ReleaseKeys(done);
+    }
+    WgmmaWait<0>();
+    KeepBehind(s);
+    ReleaseKeys(done);
   }
 
   // In one piece to each block: single floats would take longer than the products.
   __device__ __forceinline__ void SendMaxima(const float (&top)[2], int round) {
-    const int half = round % 2;
+    const int place = round % kMaximaPlaces;
     if (lane_ % 4 == 0) {
-      float* own = reinterpret_cast<float*>(shared_ + S::kOwnMaxima) + half * kRows +
+      float* own = reinterpret_cast<float*>(shared_ + S::kOwnMaxima) + place * kRows +
                    warp_ * 16 + lane_ / 4;
-      own[0] = __fmul_rn(top[0], a_.scale);
-      own[8] = __fmul_rn(top[1], a_.scale);
+      own[0] = top[0];
+      own[8] = top[1];
     }
     FenceForProducts();
     WarpsSync(1, 128);
-    const uint32_t full = address_ + S::kMaximaFull + half * 8;
+    const uint32_t full = address_ + S::kMaximaFull + place * 8;
     if (thread_ == 0) ArriveExpecting(full, kSplit * kRows * 4);
     if (thread_ < kSplit) {
-      SendBulk(address_ + S::kMaxima + (half * kSplit + rank_) * kRows * 4,
-               address_ + S::kOwnMaxima + half * kRows * 4, kRows * 4, full, thread_);
+      SendBulk(address_ + S::kMaxima + (place * kSplit + rank_) * kRows * 4,
+               address_ + S::kOwnMaxima + place * kRows * 4, kRows * 4, full, thread_);
     }
   }
 
-  // Follows the maxima of the round's tiles in order; `factor` and `shift` are what
-  // they are at this block's tile.
+  // Sends the weights of this block's tile of a round, if there is one.
+  __device__ __forceinline__ void FormWeights(float (&scores)[kScores], int round,
+                                              float (&base)[2]) {
+    float factor[2], shift[2];
+    FollowRound(round, base, factor, shift);
+    if (round * kSplit + rank_ >= item_.tiles) return;
+    WaitForPhase(address_ + S::kOutgoingEmpty, round % 2 ^ 1);
+    char* message = shared_ + S::kOutgoing;
+    StoreWeights(scores, a_.scale, shift, message, thread_);
+    if (lane_ % 4 == 0) {
+      float* factors = reinterpret_cast<float*>(message + Message::kFactors) +
+                       warp_ * 16 + lane_ / 4;
+      factors[0] = factor[0];
+      factors[8] = factor[1];
+    }
+    FenceForProducts();
+    __syncwarp();
+    if (lane_ == 0) Arrive(address_ + S::kOutgoingFull);
+  }
+
+  // Follows the round's maxima in order. `factor` and `shift` are this block's tile's.
   __device__ __forceinline__ void FollowRound(int round, float (&base)[2],
                                               float (&factor)[2], float (&shift)[2]) {
-    WaitForPhase(address_ + S::kMaximaFull + round % 2 * 8, round / 2 % 2);
+    const int place = round % kMaximaPlaces;
+    WaitForPhase(address_ + S::kMaximaFull + place * 8, round / kMaximaPlaces % 2);
     const float* maxima = reinterpret_cast<const float*>(shared_ + S::kMaxima) +
-                          round % 2 * kSplit * kRows + warp_ * 16 + lane_ / 4;
+                          place * kSplit * kRows + warp_ * 16 + lane_ / 4;
 #pragma unroll
     for (int tile = 0; tile < kSplit; ++tile) {
 #pragma unroll
@@ -279,147 +426,107 @@ class SplitBlock {
     }
   }
 
-  __device__ __forceinline__ void SendWeights(const float (&scores)[16], int round,
-                                              const float (&factor)[2],
-                                              const float (&shift)[2]) {
-    float x[16], sum[2];
-    uint32_t p[2][4];
-    FindWeights<0>(scores, a_.scale, shift, x, sum);
-    FindWeights<1>(scores, a_.scale, shift, x, sum);
-    FindWeights<2>(scores, a_.scale, shift, x, sum);
-    FindWeights<3>(scores, a_.scale, shift, x, sum);
-    PackWeights(x, p);
-    WaitForPhase(address_ + S::kTaken, round % 2 ^ 1);  // The last one, by all.
-    char* message = shared_ + S::kOutgoing;
-    StoreWeights(p, message, thread_);
-    reinterpret_cast<float2*>(message + Message::kSums)[thread_] =
-        make_float2(sum[0], sum[1]);
-    if (lane_ % 4 == 0) {
-      float* factors = reinterpret_cast<float*>(message + Message::kFactors) +
-                       warp_ * 16 + lane_ / 4;
-      factors[0] = factor[0];
-      factors[8] = factor[1];
-    }
-    FenceForProducts();
-    WarpsSync(1, 128);
-    if (thread_ < kSplit) {
-      SendBulk(address_ + S::kMessages + rank_ * Message::kBytes,
-               address_ + S::kOutgoing, Message::kBytes,
-               address_ + S::kMessagesFull + rank_ * 8, thread_);
-    }
-  }
-
   // ---- Values.
 
-  // Two tiles at a time. Their weights are read after the end of the products before,
-  // which may read their registers as late as that.
+  // Tiles in turn have one of two sets of registers for their weights: products read
+  // them until they end.
   __device__ __forceinline__ void AddValues() {
-    if (thread_ < kSplit) ExpectMessage(thread_);
+    if (thread_ < kSplit) {
+      ArriveExpecting(address_ + S::kMessagesFull + thread_ * 8, Message::kBytes);
+    }
     ValueTurn turn, done;
-    float out[kColumns / 2], sum[2] = {0.f, 0.f}, factor[2], second_factor[2];
-    uint32_t p[2][4], second[2][4];
+    float out[kColumnGroups][32], sums[4] = {0.f, 0.f, 0.f, 0.f};
+    uint32_t even[kKeySteps][4], odd[kKeySteps][4];
 #pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) out[j] = 0.f;
+    for (int j = 0; j < kColumns / 2; ++j) out[j / 32][j % 32] = 0.f;
     int t = 0;
 #pragma unroll 1
     for (; t + 2 <= item_.tiles; t += 2) {
-      WaitForMessage(t);
-      WaitForMessage(t + 1);
-      WgmmaWait<0>();
-      KeepBehind(out);
-      if (t > 0) {
-        Release(done);
-        Release(done);
-      }
-      const bool rescale = TakeWeights(t, p, sum, factor);
-      const bool rescale_second = TakeWeights(t + 1, second, sum, second_factor);
-      if (rescale) Rescale(out, factor);
-      Multiply(out, p, turn);
-      if (rescale_second) {
-        WgmmaWait<0>();
-        KeepBehind(out);
-        Rescale(out, second_factor);
-      }
-      Multiply(out, second, turn);
+      AddTile(t, out, even, sums, turn, done);
+      AddTile(t + 1, out, odd, sums, turn, done);
     }
+    if (t < item_.tiles) AddTile(t, out, even, sums, turn, done);
+    EndProducts(out, sums);
+    Store(out, sums);
+  }
+
+  // Starts O += P V of tile t, and gives back what the tile before has read.
+  __device__ __forceinline__ void AddTile(int t, float (&out)[kColumnGroups][32],
+                                          uint32_t (&weights)[kKeySteps][4],
+                                          float (&sums)[4], ValueTurn& turn,
+                                          ValueTurn& done) {
+    float factor[2];
+    TakeMessage(t, weights, factor);
+    if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
+      EndProducts(out, sums);
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) {
+        float& x = out[j / 32][j % 32];
+        x = __fmul_rn(x, factor[RowOf(j)]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[j] = __fmul_rn(sums[j], factor[RowOf(j)]);
+    }
+    WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
+    const Operand values = Swizzled128(
+        address_ + S::kTheValues + turn.place * S::kValueBytes, 1024, kGroupBytes);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < kKeySteps; ++k) {
+#pragma unroll
+      for (int g = 0; g < kColumnGroups; ++g) {
+        WgmmaByKey(out[g], weights[k], values.At(g * kGroupBytes + k * 16 * 128),
+                   true);
+      }
+      Wgmma(sums, weights[k], Unswizzled(address_ + S::kOnes), true);
+    }
+    WgmmaCommit();
+    turn.Next();
+    if (t == 0) return;
+    WgmmaWait<1>();
+    if (lane_ == 0) Arrive(address_ + S::kValuesEmpty + done.place * 8);
+    done.Next();
+  }
+
+  __device__ __forceinline__ void EndProducts(float (&out)[kColumnGroups][32],
+                                              float (&sums)[4]) {
     WgmmaWait<0>();
-    KeepBehind(out);
-    if (t < item_.tiles) {
-      WaitForMessage(t);
-      if (TakeWeights(t, p, sum, factor)) Rescale(out, factor);
-      Multiply(out, p, turn);
-      WgmmaWait<0>();
-      KeepBehind(out);
-    }
-    Store(out, sum);
+    KeepBehind(sums);
+#pragma unroll
+    for (int g = 0; g < kColumnGroups; ++g) KeepBehind(out[g]);
   }
 
-  __device__ __forceinline__ void WaitForMessage(int t) {
-    WaitForPhase(address_ + S::kMessagesFull + t % kSplit * 8, t / kSplit % 2);
-  }
-
-  __device__ __forceinline__ void ExpectMessage(int sender) {
-    ArriveExpecting(address_ + S::kMessagesFull + sender * 8, Message::kBytes);
-  }
-
-  // Returns whether to multiply by `factor` first.
-  __device__ __forceinline__ bool TakeWeights(int t, uint32_t (&p)[2][4],
-                                              float (&sum)[2], float (&factor)[2]) {
+  __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
+                                              float (&factor)[2]) {
     const int sender = t % kSplit;
+    const uint32_t full = address_ + S::kMessagesFull + sender * 8;
+    WaitForPhase(full, t / kSplit % 2);
     const char* message = shared_ + S::kMessages + sender * Message::kBytes;
-    LoadWeights(message, thread_, p);
-    const float2 part =
-        reinterpret_cast<const float2*>(message + Message::kSums)[thread_];
+    LoadWeights(message, thread_, weights);
     const float* factors = reinterpret_cast<const float*>(message + Message::kFactors) +
                            warp_ * 16 + lane_ / 4;
     factor[0] = factors[0];
     factor[1] = factors[8];
-    sum[0] = __fmaf_rn(sum[0], factor[0], part.x);
-    sum[1] = __fmaf_rn(sum[1], factor[1], part.y);
-    const bool rescale = __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f);
-    if (thread_ == 0) ExpectMessage(sender);  // Before the sender may send again.
+    // The next one, before its sender may send it.
+    if (thread_ == 0) ArriveExpecting(full, Message::kBytes);
+    __syncwarp();
     if (lane_ == 0) ArriveAt(address_ + S::kTaken, sender);
-    return rescale;
   }
 
-  __device__ __forceinline__ void Rescale(float (&out)[kColumns / 2],
-                                          const float (&factor)[2]) {
-#pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) out[j] = __fmul_rn(out[j], factor[RowOf(j)]);
-  }
-
-  __device__ __forceinline__ void Multiply(float (&out)[kColumns / 2],
-                                           const uint32_t (&p)[2][4], ValueTurn& turn) {
-    WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
-    const uint64_t values = Swizzled128(
-        address_ + S::kTheValues + turn.place * S::kValueBytes, 1024, kGroupBytes);
-    WgmmaFence();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) WgmmaByKey(out, p[k], values + k * 16 * 128 / 16, true);
-    WgmmaCommit();
-    turn.Next();
-  }
-
-  __device__ __forceinline__ void Release(ValueTurn& turn) {
-    if (lane_ == 0) Arrive(address_ + S::kValuesEmpty + turn.place * 8);
-    turn.Next();
-  }
-
-  __device__ __forceinline__ void Store(const float (&out)[kColumns / 2],
-                                        const float (&sum)[2]) {
+  __device__ __forceinline__ void Store(const float (&out)[kColumnGroups][32],
+                                        const float (&sums)[4]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = SumOfRow(sum[r]);
       const int row = warp_ * 16 + lane_ / 4 + r * 8;
       if (item_.head + row >= a_.heads) continue;
       const int64_t partial = PartialOf(a_, item_, row);
-      if (rank_ == 0 && lane_ % 4 == 0) a_.sums[partial] = total;
+      if (rank_ == 0 && lane_ % 4 == 0) a_.sums[partial] = sums[r * 2];
       float* to =
           a_.accumulators + partial * kValues + rank_ * kColumns + lane_ % 4 * 2;
 #pragma unroll
       for (int c = 0; c < kColumns / 8; ++c) {
-        *reinterpret_cast<float2*>(to + c * 8) =
-            make_float2(out[c * 4 + r * 2], out[c * 4 + r * 2 + 1]);
+        *reinterpret_cast<float2*>(to + c * 8) = make_float2(
+            out[c / 8][c % 8 * 4 + r * 2], out[c / 8][c % 8 * 4 + r * 2 + 1]);
       }
     }
   }

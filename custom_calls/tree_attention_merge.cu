@@ -27,6 +27,19 @@ struct alignas(4 * kColumns) Columns {
   float x[kColumns];
 };
 
+// This lane's columns of kBatch chunks from `first` on, of those below `end`.
+template <int kColumns>
+__device__ __forceinline__ void Load(const TreeAttentionArgs& a,
+                                     const float* accumulators, int first, int end,
+                                     Columns<kColumns> (&loaded)[kBatch]) {
+#pragma unroll
+  for (int u = 0; u < kBatch; ++u) {
+    if (first + u >= end) continue;
+    const float* from = accumulators + static_cast<int64_t>(first + u) * a.value_dim;
+    loaded[u] = *reinterpret_cast<const Columns<kColumns>*>(from);
+  }
+}
+
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(32 * kWarps)
     TreeAttentionMergeKernel(const TreeAttentionArgs a) {
@@ -37,14 +50,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (row >= static_cast<int64_t>(a.batch) * a.nodes * a.heads) return;
   const int64_t node = row / a.heads;
   const int b = static_cast<int>(node / a.nodes);
+  const int column = (static_cast<int>(unit % slices) * 32 + lane) * kColumns;
+  const bool inside = column < a.value_dim;
+  const float* accumulators = a.accumulators + row * a.chunks * a.value_dim + column;
+  const float* maxima = a.maxima + row * a.chunks;
+  const float* chunk_sums = a.sums + row * a.chunks;
+  // All that the first chunks may need, before it is known how many chunks there are:
+  // what takes long is to wait for memory, several times.
+  Columns<kColumns> loaded[kBatch];
+  Load(a, accumulators, 0, inside ? a.chunks : 0, loaded);
+  const float first_maximum = lane < a.chunks ? maxima[lane] : -INFINITY;
+  const float first_sum = lane < a.chunks ? chunk_sums[lane] : 0.0f;
+
   const int length = min(max(a.lengths[b], 0), a.capacity);
   const int depth = min(max(a.depths[node], 0), a.max_ancestors - 1);
   const int live = (length + depth) / a.chunk + 1;
-
-  const float* maxima = a.maxima + row * a.chunks;
-  const float* chunk_sums = a.sums + row * a.chunks;
-  float top = -INFINITY;
-  for (int c = lane; c < live; c += 32) top = fmaxf(top, maxima[c]);
+  float top = lane < live ? first_maximum : -INFINITY;
+  for (int c = lane + 32; c < live; c += 32) top = fmaxf(top, maxima[c]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, offset));
@@ -53,28 +75,19 @@ __global__ void __launch_bounds__(32 * kWarps)
   // quotient is NaN in every column, as the softmax of such a row is.
   if (top == -INFINITY) top = 0.0f;
 
-  const int column = (static_cast<int>(unit % slices) * 32 + lane) * kColumns;
-  const bool inside = column < a.value_dim;
-  const float* accumulators = a.accumulators + row * a.chunks * a.value_dim + column;
   float sums[kColumns] = {};
   float total = 0.0f;
   for (int base = 0; base < live; base += 32) {
     // Lane c holds the weight of chunk base + c.
     float weight = 0.0f, chunk_sum = 0.0f;
     if (base + lane < live) {
-      weight = exp2f(__fsub_rn(maxima[base + lane], top));
-      chunk_sum = chunk_sums[base + lane];
+      weight = exp2f(__fsub_rn(base == 0 ? first_maximum : maxima[base + lane], top));
+      chunk_sum = base == 0 ? first_sum : chunk_sums[base + lane];
     }
     const int count = min(32, live - base);
     for (int first = 0; first < count; first += kBatch) {
-      Columns<kColumns> loaded[kBatch];
-#pragma unroll
-      for (int u = 0; u < kBatch; ++u) {
-        if (first + u < count && inside) {
-          const float* from =
-              accumulators + static_cast<int64_t>(base + first + u) * a.value_dim;
-          loaded[u] = *reinterpret_cast<const Columns<kColumns>*>(from);
-        }
+      if (base + first > 0) {
+        Load(a, accumulators, base + first, inside ? live : 0, loaded);
       }
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {

@@ -12,13 +12,25 @@ namespace kdtree_jax {
 
 // How an operand lies in shared memory: rows of 128 bytes, 8 rows to a pattern in which
 // the 16-byte pieces of row r are exchanged by r. Such a pattern must begin at a
-// multiple of its size; `stride` is from one to the next along rows, `column_stride`
-// along columns.
-__device__ __forceinline__ uint64_t Swizzled128(uint32_t shared, uint32_t stride = 1024,
-                                                uint32_t column_stride = 16) {
-  return static_cast<uint64_t>((shared & 0x3ffff) >> 4) |
-         static_cast<uint64_t>(column_stride >> 4) << 16 |
-         static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
+// multiple of its size.
+struct Operand {
+  uint32_t low, high;
+
+  // `bytes` further on, a multiple of 16.
+  __device__ __forceinline__ Operand At(uint32_t bytes) const {
+    return {low + bytes / 16, high};
+  }
+};
+
+// `stride` is from one pattern to the next along rows, `column_stride` along columns.
+__device__ __forceinline__ Operand Swizzled128(uint32_t shared, uint32_t stride = 1024,
+                                               uint32_t column_stride = 16) {
+  return {(shared & 0x3ffff) >> 4 | column_stride >> 4 << 16, stride >> 4 | 1u << 30};
+}
+
+// The same for 8 rows of 32 bytes: two blocks of 8 rows by 16 bytes, one after the other.
+__device__ __forceinline__ Operand Unswizzled(uint32_t shared) {
+  return {(shared & 0x3ffff) >> 4 | 128 >> 4 << 16, 256 >> 4};
 }
 
 __device__ __forceinline__ void WgmmaFence() {
@@ -44,66 +56,70 @@ __device__ __forceinline__ void KeepBehind(float (&d)[kCount]) {
 
 #define KDT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KDT_D16(i) KDT_D4(i), KDT_D4(i + 4), KDT_D4(i + 8), KDT_D4(i + 12)
-#define KDT_D64(i) KDT_D16(i), KDT_D16(i + 16), KDT_D16(i + 32), KDT_D16(i + 48)
 
-// d [64, 32] = a [64, 16] b [16, 32], or += where `add`; rows of k in either operand.
-__device__ __forceinline__ void Wgmma32(float (&d)[16], uint64_t a, uint64_t b,
-                                        bool add) {
+// d [64, 64] = a [64, 16] b [16, 64], or += where `add`; rows of k in either operand.
+__device__ __forceinline__ void Wgmma(float (&d)[32], Operand a, Operand b,
+                                      bool add) {
   asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "%16, %17, add, 1, 1, 0, 0;\n}"
-      : KDT_D16(0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
-
-// The same with a in registers, in the fragments of mma.sync. They must stay until the
-// end of the product: neither the compiler nor the hardware sees to it.
-__device__ __forceinline__ void Wgmma32(float (&d)[16], const uint32_t (&a)[4],
-                                        uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, add, 1, 1, 0;\n}"
-      : KDT_D16(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-// d [64, 128] likewise, with b in rows of columns, one row for each k.
-__device__ __forceinline__ void WgmmaByKey(float (&d)[64], const uint32_t (&a)[4],
-                                           uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, "
-      "%63}, "
-      "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n}"
-      : KDT_D64(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
-
-// d [64, 64] likewise.
-__device__ __forceinline__ void WgmmaByKey(float (&d)[32], const uint32_t (&a)[4],
-                                           uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %36, 0;\n"
+      "mov.b64 a, {%32, %33};\nmov.b64 b, {%34, %35};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
       "%31}, "
-      "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n}"
+      "a, b, add, 1, 1, 0, 0;\n}"
       : KDT_D16(0), KDT_D16(16)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+      : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(static_cast<int>(add)));
+}
+
+// The same with a in registers, in the fragments of mma.sync. They must stay until the
+// end of the product: neither the compiler nor the hardware sees to it.
+__device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4],
+                                      Operand b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %38, 0;\n"
+      "mov.b64 b, {%36, %37};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
+      "%31}, "
+      "{%32, %33, %34, %35}, b, add, 1, 1, 0;\n}"
+      : KDT_D16(0), KDT_D16(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
+        "r"(static_cast<int>(add)));
+}
+
+// The same with b in rows of columns, one row for each k.
+__device__ __forceinline__ void WgmmaByKey(float (&d)[32], const uint32_t (&a)[4],
+                                           Operand b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %38, 0;\n"
+      "mov.b64 b, {%36, %37};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
+      "%31}, "
+      "{%32, %33, %34, %35}, b, add, 1, 1, 1;\n}"
+      : KDT_D16(0), KDT_D16(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
+        "r"(static_cast<int>(add)));
+}
+
+// d [64, 8] likewise, with rows of k in either operand.
+__device__ __forceinline__ void Wgmma(float (&d)[4], const uint32_t (&a)[4], Operand b,
+                                      bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %10, 0;\n"
+      "mov.b64 b, {%8, %9};\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, b, add, 1, 1, 0;\n}"
+      : KDT_D4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
+        "r"(static_cast<int>(add)));
 }
 
 #undef KDT_D4
 #undef KDT_D16
-#undef KDT_D64
 
 template <int kRegisters>
 __device__ __forceinline__ void TakeRegisters() {
@@ -118,19 +134,6 @@ __device__ __forceinline__ void GiveRegisters() {
 // What this thread wrote to shared memory is seen by products and bulk copies.
 __device__ __forceinline__ void FenceForProducts() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Whether the barrier's phase of this parity has ended, after a short wait at most.
-__device__ __forceinline__ bool TryWait(uint32_t barrier, int parity) {
-  int done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, done;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done;
 }
 
 // Arrivals at the barrier of block `rank` of the cluster that lies where this block has
@@ -156,15 +159,14 @@ __device__ __forceinline__ void CopyBox4(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
-// The same to all blocks in `blocks`, to the same place in each; each one's barrier is
-// told.
-__device__ __forceinline__ void CopyBox4ToAll(uint32_t shared, const CUtensorMap* map,
-                                              int i0, int i1, int i2, int i3,
-                                              uint32_t barrier, uint16_t blocks) {
+// The same with five coordinates.
+__device__ __forceinline__ void CopyBox5(uint32_t shared, const CUtensorMap* map,
+                                         int i0, int i1, int i2, int i3, int i4,
+                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
-      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier), "h"(blocks)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier)
       : "memory");
 }
 

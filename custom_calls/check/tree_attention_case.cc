@@ -55,6 +55,7 @@ Launch SetUpTreeAttention(CaseSetup& setup) {
       static_cast<float*>(setup.Workspace("accumulators", 4 * partials * R));
   args.maxima = static_cast<float*>(setup.Workspace("maxima", 4 * partials));
   args.sums = static_cast<float*>(setup.Workspace("sums", 4 * partials));
+  args.messages = setup.Workspace("messages", kHopperMessagesBytes);
   if (chosen != TreeAttentionKernel::kHopper || TreeAttentionHopperTakes(args)) {
     args.kernel = chosen;
   }

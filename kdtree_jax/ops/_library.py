@@ -31,7 +31,7 @@ REINSTALL = (
 # each change of these in `custom_calls/*_ffi.cc`; CMake reads it from this line. A
 # library of another number is refused, instead of being called with what it does not
 # expect.
-INTERFACE = 3
+INTERFACE = 4
 
 # XLA target -> symbol of the handler.
 TARGETS = {

@@ -28,6 +28,9 @@ KERNELS = ("auto", "portable", "hopper")
 HOPPER_WIDTH = 576
 HOPPER_VALUE_DIM = 512
 HOPPER_HEADS = 64
+# Workspace in which its blocks that share a chunk send each other weights: 256 blocks,
+# two messages of 64 x 64 bfloat16 and 64 float32 each.
+_MESSAGES_BYTES = 256 * 2 * (64 * 64 * 2 + 64 * 4)
 
 
 def default_chunk(positions: int) -> int:
@@ -48,14 +51,18 @@ def default_chunk(positions: int) -> int:
 def default_chunk_on_hopper(positions: int) -> int:
   """The same for the kernel for Hopper, whose blocks share a chunk where rows are few.
 
-  An 8th of the positions, rounded down to a power of two, but 512 at least and 2,048 at
-  most.
+  An 8th of the positions, rounded down to a power of two, but 512 at least and 4,096 at
+  most; and 64 more, so that a tree beyond a context of 8 such chunks begins no further
+  one. From 131,072 positions on 4,416: one row's chunks are 30 then, as many as
+  clusters of 4 blocks run at once on an H200.
 
   Args:
     positions: the most that a cache may have, at least 1.
   """
+  if positions >= 131072:
+    return 4416
   power = 1 << max(positions // 8, 1).bit_length() - 1
-  return max(512, min(2048, power))
+  return max(512, min(4096, power)) + 64
 
 
 def kernel_obstacle(dtype: Any, width: int, value_dim: int, scale: float) -> str | None:
@@ -180,7 +187,8 @@ def attend(
   8, or 0 for the launcher's choice, are for tests: no bit of the result depends on
   them.
   """
-  B, N, H, _ = q.shape
+  B, N, H, W = q.shape
+  hopper = kernel != "portable" and not kernel_obstacle(q.dtype, W, value_dim, scale)
   chunks = _chunks(cache.shape[2], ancestors.shape[2], chunk)
   rows = N * H
   call = jax.ffi.ffi_call(
@@ -191,6 +199,7 @@ def attend(
       jax.ShapeDtypeStruct((B, rows, chunks, value_dim), jnp.float32),
       jax.ShapeDtypeStruct((B, rows, chunks), jnp.float32),
       jax.ShapeDtypeStruct((B, rows, chunks), jnp.float32),
+      jax.ShapeDtypeStruct((_MESSAGES_BYTES if hopper else 16,), jnp.uint8),
     ),
     vmap_method="sequential",
   )

@@ -77,7 +77,7 @@ RESULTS = {
   "route": "experts weights scores",
   "routed_experts": "out order chunks num_chunks inner outputs",
   "token_log_probs": "log_probs",
-  "tree_attention": "out accumulators maxima sums",
+  "tree_attention": "out accumulators maxima sums messages",
   "tree_from_table": TREE,
 }
 # How many kernels a handler launches, where it is not one.

@@ -41,7 +41,7 @@ FREE: dict[str, set[tuple[str, int]]] = {
   "head_matmul bf16": set(),  # In bfloat16 widths are whole multiples.
   "log_softmax_topk": {("logits", 1), ("logits", 2), ("workspace", 0)},
   "token_log_probs": {("logits", 2)},
-  "tree_attention": {("cache", 0), ("cache", 2), ("ancestors", 2)},
+  "tree_attention": {("cache", 0), ("cache", 2), ("ancestors", 2), ("messages", 0)},
 }
 # Arrays that say which sizes the others must have: one of the others is named then.
 LEADING = {

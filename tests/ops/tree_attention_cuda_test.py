@@ -373,7 +373,7 @@ def test_the_program_for_cuda_holds_the_call():
     if expected:
       assert "layer = 2 : i64" in text and "scale = 2.500000e-01 : f64" in text
       assert "chunk = 128 : i64" in text
-      assert "chunk_on_hopper = 512 : i64" in text and "kernel = 0 : i64" in text
+      assert "chunk_on_hopper = 576 : i64" in text and "kernel = 0 : i64" in text
       # The cache as a whole, and ceil((256 + 6) / 128) chunks of 2 x 40 rows.
       assert "tensor<3x2x256x80xf32>" in text and "tensor<2x40x3x16xf32>" in text
 
@@ -381,13 +381,14 @@ def test_the_program_for_cuda_holds_the_call():
 def test_the_chunk_depends_on_the_longest_context_alone():
   for N in (1, 128):
     text = lowered(small(N=N, positions=16384), implementation="cuda")
-    assert "chunk = 256 : i64" in text and "chunk_on_hopper = 2048 : i64" in text
+    assert "chunk = 256 : i64" in text and "chunk_on_hopper = 2112 : i64" in text
   sizes = [_tree_attention_cuda.default_chunk(s) for s in (1, 16383, 32896, 10**6)]
   assert sizes == [128, 128, 512, 1024]
   sizes = [
-    _tree_attention_cuda.default_chunk_on_hopper(s) for s in (1, 8191, 32768, 10**6)
+    _tree_attention_cuda.default_chunk_on_hopper(s)
+    for s in (1, 8191, 32768, 131071, 131072, 10**6)
   ]
-  assert sizes == [512, 512, 2048, 2048]
+  assert sizes == [576, 576, 4160, 4160, 4416, 4416]
   for positions in (1, 100, 4096, 10**5, 10**7):
     larger = _tree_attention_cuda.default_chunk_on_hopper(positions)
     assert larger >= _tree_attention_cuda.default_chunk(positions)
