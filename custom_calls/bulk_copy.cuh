@@ -15,6 +15,20 @@ __device__ __forceinline__ void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Lanes of a warp that arrive for it: one, behind __syncwarp. For compute-sanitizer's
+// racecheck all can be made to, see docs/kdtr_check.md.
+#ifdef KDT_EVERY_LANE_ARRIVES
+constexpr int kArrivingLanes = 32;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
+// A warp's arrival, as kArrivingLanes, after what its lanes have done before.
+__device__ __forceinline__ void ArriveAsWarp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 < kArrivingLanes) Arrive(barrier);
+}
+
 // One arrival, and `bytes` that the copy engine has to bring before the phase ends.
 __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),

@@ -161,8 +161,7 @@ struct Consumer {
       } else {
         AddLast(sums, stage, k_left);
       }
-      __syncwarp();
-      if (lane < kArrivingLanes) Arrive(empty + 8 * turn.stage);
+      ArriveAsWarp(empty + 8 * turn.stage);
       turn.Next();
     }
     sums.Join();

@@ -16,13 +16,6 @@
 namespace kdtree_jax {
 
 constexpr int kConsumerWarps = 4;
-// Lanes of a consumer warp that say that a stage is free: one, behind __syncwarp. For
-// compute-sanitizer's racecheck all can be made to, see docs/kdtr_check.md.
-#ifdef KDT_EVERY_LANE_ARRIVES
-constexpr int kArrivingLanes = 32;
-#else
-constexpr int kArrivingLanes = 1;
-#endif
 // Values of k that lie beside each other in a row of shared memory: 128 bytes.
 constexpr int kSlab = 64;
 constexpr int kSlabRowBytes = 2 * kSlab;

@@ -59,14 +59,14 @@ class Block {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2 * kPieces; ++i) {
         InitBarrier(kShared + Shared::kFull + i * 8, 1);
-        InitBarrier(kShared + Shared::kEmpty + i * 8, kReaders);
+        InitBarrier(kShared + Shared::kEmpty + i * 8, kReaders * kArrivingLanes);
       }
       for (int i = 0; i < 2; ++i) {
-        InitBarrier(kShared + Shared::kWeightsFull + i * 8, 4);
-        InitBarrier(kShared + Shared::kBaseFull + i * 8, 4);
+        InitBarrier(kShared + Shared::kWeightsFull + i * 8, 4 * kArrivingLanes);
+        InitBarrier(kShared + Shared::kBaseFull + i * 8, 4 * kArrivingLanes);
       }
       InitBarrier(kShared + Shared::kQueriesFull, 1);
-      InitBarrier(kShared + Shared::kQueriesEmpty, 8);
+      InitBarrier(kShared + Shared::kQueriesEmpty, 8 * kArrivingLanes);
       FenceBarrierInit();
     }
     __syncthreads();
@@ -210,7 +210,7 @@ class Block {
         } else {
           Skip<which>(phase, t, row, queries_phase);
         }
-        if (t + 2 >= rounds && lane_ == 0) Arrive(kShared + Shared::kQueriesEmpty);
+        if (t + 2 >= rounds) ArriveAsWarp(kShared + Shared::kQueriesEmpty);
         if (thread_ == 0) {
           ToldOf(number + t)->flags = flags;
           if (flags & kLast) {
@@ -224,9 +224,9 @@ class Block {
         } else {
           WaitForPhase(kShared + Shared::kBaseFull + (which ^ 1) * 8,
                        phase ^ which ^ 1);
-          if (lane_ == 0) Arrive(kShared + Shared::kBaseFull + which * 8);
+          ArriveAsWarp(kShared + Shared::kBaseFull + which * 8);
         }
-        if (lane_ == 0) Arrive(kShared + Shared::kWeightsFull + which * 8);
+        ArriveAsWarp(kShared + Shared::kWeightsFull + which * 8);
         if (flags & kLast) StoreBases<which>(*ToldOf(number + t));
       }
       number += rounds;
@@ -236,8 +236,7 @@ class Block {
     // They have passed this warpgroup's last tile, or would take this phase for that.
     WaitForPhase(Empty(which, 0), number / 2 % 2 ^ 1);
     if (thread_ == 0) ToldOf(number)->flags = kEnd;
-    __syncwarp();
-    if (lane_ == 0) Arrive(kShared + Shared::kWeightsFull + which * 8);
+    ArriveAsWarp(kShared + Shared::kWeightsFull + which * 8);
   }
 
   // An empty tile.
@@ -314,12 +313,10 @@ class Block {
       bases[which * kRows + r * 8] = base[r];
       factors[which * kRows + r * 8] = factor[r];
     }
-    __syncwarp();
-    if (lane_ == 0) Arrive(kShared + Shared::kBaseFull + which * 8);
+    ArriveAsWarp(kShared + Shared::kBaseFull + which * 8);
     // No warp reads the keys any more that the weights replace.
     WarpsSync(1 + which, 128);
     StoreWeights(s, a_.scale, shift, shared_ + which * kTileBytes, thread_);
-    __syncwarp();
   }
 
   template <int which>
@@ -360,9 +357,9 @@ class Block {
     return true;
   }
 
-  // This warp has read a piece.
+  // This warp's products have read a piece, or its lanes have behind __syncwarp.
   __device__ __forceinline__ void Release(int which, int piece) {
-    if (lane_ == 0) Arrive(Empty(which, piece));
+    if (lane_ < kArrivingLanes) Arrive(Empty(which, piece));
   }
 
   // O += P V of one tile, whose weights are those of scores warpgroup `which`. The first

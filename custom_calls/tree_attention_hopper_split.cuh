@@ -16,8 +16,8 @@
 //
 //   maxima   A block sends those of round n after it followed round n - 2. So all
 //            blocks have sent theirs of n - 2, which each did after it followed n - 4.
-//            Four places are enough then, also for what is sent, as a block that
-//            followed a round has received all of it. Three are not.
+//            Four places are enough then; three are not. All of it warp by warp: each
+//            reads the maxima of the rows whose maxima it sends.
 //   weights  A block sends the next ones to the same places after all warps that add
 //            values, of all blocks, took the last ones. By then each block expects the
 //            next. On their way they have two places in memory.
@@ -62,9 +62,7 @@ struct SplitShared {
   static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
   static constexpr int kOnes = kOutgoing + Message::kBytes;
   static constexpr int kMaxima = kOnes + kOnesBytes;  // [round % 4][tile][row]
-  static constexpr int kOwnMaxima =
-      kMaxima + kMaximaPlaces * kSplit * kRows * 4;  // [round % 4][row]
-  static constexpr int kKeysFull = kOwnMaxima + kMaximaPlaces * kRows * 4;
+  static constexpr int kKeysFull = kMaxima + kMaximaPlaces * kSplit * kRows * 4;
   static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
   static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
   static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
@@ -147,11 +145,11 @@ class SplitBlock {
     }
     for (int k = 0; k < kKeyBuffers; ++k) {
       InitBarrier(address_ + S::kKeysFull + k * 8, 1);
-      InitBarrier(address_ + S::kKeysEmpty + k * 8, 4);
+      InitBarrier(address_ + S::kKeysEmpty + k * 8, 4 * kArrivingLanes);
     }
     for (int k = 0; k < kValueStages; ++k) {
       InitBarrier(address_ + S::kValuesFull + k * 8, 1);
-      InitBarrier(address_ + S::kValuesEmpty + k * 8, 4);
+      InitBarrier(address_ + S::kValuesEmpty + k * 8, 4 * kArrivingLanes);
     }
     for (int k = 0; k < kMaximaPlaces; ++k) {
       InitBarrier(address_ + S::kMaximaFull + k * 8, 1);
@@ -159,8 +157,8 @@ class SplitBlock {
     for (int k = 0; k < kSplit; ++k) {
       InitBarrier(address_ + S::kMessagesFull + k * 8, 1);
     }
-    InitBarrier(address_ + S::kTaken, kSplit * 4);
-    InitBarrier(address_ + S::kOutgoingFull, 4);
+    InitBarrier(address_ + S::kTaken, kSplit * 4 * kArrivingLanes);
+    InitBarrier(address_ + S::kOutgoingFull, 4 * kArrivingLanes);
     InitBarrier(address_ + S::kOutgoingEmpty, 1);
     FenceBarrierInit();
   }
@@ -195,6 +193,14 @@ class SplitBlock {
     }
   }
 
+  // One lane alone knows of the phases before. All wait for this one once it has ended:
+  // what they do next is behind it for racecheck too.
+  __device__ __forceinline__ void WaitAsWarp(uint32_t barrier, int parity) {
+    if (lane_ == 0) WaitForPhase(barrier, parity);
+    __syncwarp();
+    WaitForPhase(barrier, parity);
+  }
+
   __device__ __forceinline__ void CopyGroups(const CUtensorMap* map, int row, int of,
                                              KeyTurn turn) {
 #pragma unroll 1
@@ -212,8 +218,7 @@ class SplitBlock {
     KeyTurn full = turn;
 #pragma unroll 1
     for (int place = 0; place < kGroups; ++place, turn.Next()) {
-      if (lane_ == 0) WaitForPhase(KeysEmpty(turn), turn.phase ^ 1);
-      __syncwarp();
+      WaitAsWarp(KeysEmpty(turn), turn.phase ^ 1);
       tile.CopyGroup(GroupAt(place), Keys(turn));
     }
     tile.Finish();
@@ -230,11 +235,9 @@ class SplitBlock {
     for (int t = 0; t < item_.tiles; ++t) {
       const uint32_t to = address_ + S::kTheValues + turn.place * S::kValueBytes;
       const uint32_t full = address_ + S::kValuesFull + turn.place * 8;
-      if (lane_ == 0) {
-        WaitForPhase(address_ + S::kValuesEmpty + turn.place * 8, turn.phase ^ 1);
-      }
+      const uint32_t empty = address_ + S::kValuesEmpty + turn.place * 8;
       if (t >= item_.prefix) {
-        __syncwarp();
+        WaitAsWarp(empty, turn.phase ^ 1);
         const ScatteredTile tile(a_, item_, t, lane_);
 #pragma unroll 1
         for (int g = 0; g < kColumnGroups; ++g) {
@@ -243,6 +246,7 @@ class SplitBlock {
         tile.Finish();
         if (lane_ == 0) Arrive(full);
       } else if (lane_ == 0) {
+        WaitForPhase(empty, turn.phase ^ 1);
         ArriveExpecting(full, S::kValueBytes);
         for (int g = 0; g < kColumnGroups; ++g) {
           CopyBox4(to + g * kGroupBytes, &p_.keys, 0, item_.start + t * kTile,
@@ -320,8 +324,7 @@ class SplitBlock {
   }
 
   __device__ __forceinline__ void ReleaseKeys(KeyTurn& turn) {
-    __syncwarp();
-    if (lane_ == 0) Arrive(KeysEmpty(turn));
+    ArriveAsWarp(KeysEmpty(turn));
     turn.Next();
   }
 
@@ -367,22 +370,17 @@ class SplitBlock {
     ReleaseKeys(done);
   }
 
-  // In one piece to each block: single floats would take longer than the products.
+  // The 4 threads of a row have its maximum, and send it to a block each.
   __device__ __forceinline__ void SendMaxima(const float (&top)[2], int round) {
     const int place = round % kMaximaPlaces;
-    if (lane_ % 4 == 0) {
-      float* own = reinterpret_cast<float*>(shared_ + S::kOwnMaxima) + place * kRows +
-                   warp_ * 16 + lane_ / 4;
-      own[0] = top[0];
-      own[8] = top[1];
-    }
-    FenceForProducts();
-    WarpsSync(1, 128);
     const uint32_t full = address_ + S::kMaximaFull + place * 8;
     if (thread_ == 0) ArriveExpecting(full, kSplit * kRows * 4);
-    if (thread_ < kSplit) {
-      SendBulk(address_ + S::kMaxima + (place * kSplit + rank_) * kRows * 4,
-               address_ + S::kOwnMaxima + place * kRows * 4, kRows * 4, full, thread_);
+    const uint32_t to = address_ + S::kMaxima +
+                        ((place * kSplit + rank_) * kRows + warp_ * 16 + lane_ / 4) * 4;
+#pragma unroll
+    for (int block = 0; block < kSplit; block += 4) {
+      Send(to, top[0], full, block + lane_ % 4);
+      Send(to + 8 * 4, top[1], full, block + lane_ % 4);
     }
   }
 
@@ -402,8 +400,7 @@ class SplitBlock {
       factors[8] = factor[1];
     }
     FenceForProducts();
-    __syncwarp();
-    if (lane_ == 0) Arrive(address_ + S::kOutgoingFull);
+    ArriveAsWarp(address_ + S::kOutgoingFull);
   }
 
   // Follows the round's maxima in order. `factor` and `shift` are this block's tile's.
@@ -484,7 +481,7 @@ class SplitBlock {
     turn.Next();
     if (t == 0) return;
     WgmmaWait<1>();
-    if (lane_ == 0) Arrive(address_ + S::kValuesEmpty + done.place * 8);
+    ArriveAsWarp(address_ + S::kValuesEmpty + done.place * 8);
     done.Next();
   }
 
@@ -509,8 +506,7 @@ class SplitBlock {
     factor[1] = factors[8];
     // The next one, before its sender may send it.
     if (thread_ == 0) ArriveExpecting(full, Message::kBytes);
-    __syncwarp();
-    if (lane_ == 0) ArriveAt(address_ + S::kTaken, sender);
+    ArriveAsWarpAt(address_ + S::kTaken, sender);
   }
 
   __device__ __forceinline__ void Store(const float (&out)[kColumnGroups][32],

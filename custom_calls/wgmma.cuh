@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "bulk_copy.cuh"
+
 namespace kdtree_jax {
 
 // How an operand lies in shared memory: rows of 128 bytes, 8 rows to a pattern in which
@@ -136,15 +138,16 @@ __device__ __forceinline__ void FenceForProducts() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Arrivals at the barrier of block `rank` of the cluster that lies where this block has
-// `barrier`.
-__device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank,
-                                         uint32_t count = 1) {
+// A warp's arrival at the barrier of block `rank` of the cluster that lies where this
+// block has `barrier`.
+__device__ __forceinline__ void ArriveAsWarpAt(uint32_t barrier, uint32_t rank) {
+  __syncwarp();
+  if (threadIdx.x % 32 >= kArrivingLanes) return;
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier),
-      "r"(rank), "r"(count)
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
       : "memory");
 }
 
@@ -170,17 +173,17 @@ __device__ __forceinline__ void CopyBox5(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
-// Sends `bytes`, a multiple of 16, that lie at `from`, to block `rank` of the cluster,
-// to where this block has `shared`, and tells its barrier that they came.
-__device__ __forceinline__ void SendBulk(uint32_t shared, uint32_t from, uint32_t bytes,
-                                         uint32_t barrier, uint32_t rank) {
+// Sends x to block `rank` of the cluster, to where this block has `shared`, and tells
+// its barrier that 4 bytes came.
+__device__ __forceinline__ void Send(uint32_t shared, float x, uint32_t barrier,
+                                     uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 to, told;\n"
-      "mapa.shared::cluster.u32 to, %0, %4;\n"
-      "mapa.shared::cluster.u32 told, %3, %4;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-      "[to], [%1], %2, [told];\n}" ::"r"(shared),
-      "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 told, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, "
+      "[told];\n}" ::"r"(shared),
+      "f"(x), "r"(barrier), "r"(rank)
       : "memory");
 }
 

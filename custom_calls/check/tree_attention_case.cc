@@ -9,15 +9,21 @@ namespace kdtree_jax {
 namespace {
 
 TreeAttentionKernel chosen = TreeAttentionKernel::kAuto;
+int blocks_per_item = 0;
 
 }  // namespace
 
 bool ChooseAttentionKernel(const std::string& name) {
   if (name.empty()) return true;
-  if (name != "portable" && name != "hopper") return false;
-  chosen =
-      name == "hopper" ? TreeAttentionKernel::kHopper : TreeAttentionKernel::kPortable;
-  return true;
+  for (const int blocks : {1, 4, 8}) {
+    if (name == "hopper-" + std::to_string(blocks)) blocks_per_item = blocks;
+  }
+  if (name == "hopper" || blocks_per_item != 0) {
+    chosen = TreeAttentionKernel::kHopper;
+  } else if (name == "portable") {
+    chosen = TreeAttentionKernel::kPortable;
+  }
+  return chosen != TreeAttentionKernel::kAuto;
 }
 
 Launch SetUpTreeAttention(CaseSetup& setup) {
@@ -58,6 +64,7 @@ Launch SetUpTreeAttention(CaseSetup& setup) {
   args.messages = setup.Workspace("messages", kHopperMessagesBytes);
   if (chosen != TreeAttentionKernel::kHopper || TreeAttentionHopperTakes(args)) {
     args.kernel = chosen;
+    args.blocks_per_item = blocks_per_item;
   }
   return [args](cudaStream_t stream) { return LaunchTreeAttention(stream, args); };
 }
