@@ -42,7 +42,7 @@ namespace hopper {
 
 constexpr int kSplitThreads = 384;
 constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
-constexpr int kValueStages = 4;  // of a block's columns of a tile
+constexpr int kValueStages = 5;  // of a block's columns of a tile
 constexpr int kMaximaPlaces = 4;
 
 // What the values' warps need of one tile.
@@ -163,7 +163,9 @@ class SplitBlock {
     FenceBarrierInit();
   }
 
-  // ---- Copies. One lane waits and starts copies, except for gathered tiles.
+  // ---- Copies. One lane waits and starts copies, except for gathered tiles. Keys are
+  // read twice, by the block that forms a tile's scores and then as values, but for the
+  // first of a tile's groups.
 
   __device__ __forceinline__ uint32_t Keys(const KeyTurn& turn) const {
     return address_ + S::kKeys + turn.place * kGroupBytes;
@@ -207,7 +209,8 @@ class SplitBlock {
     for (int place = 0; place < kGroups; ++place, turn.Next()) {
       WaitForPhase(KeysEmpty(turn), turn.phase ^ 1);
       ArriveExpecting(KeysFull(turn), kGroupBytes);
-      CopyBox4(Keys(turn), map, 0, row, GroupAt(place), of, KeysFull(turn));
+      CopyBox4(Keys(turn), map, 0, row, GroupAt(place), of, KeysFull(turn),
+               place == 0 ? EvictFirst() : EvictNormal());
     }
   }
 
@@ -250,7 +253,7 @@ class SplitBlock {
         ArriveExpecting(full, S::kValueBytes);
         for (int g = 0; g < kColumnGroups; ++g) {
           CopyBox4(to + g * kGroupBytes, &p_.keys, 0, item_.start + t * kTile,
-                   first + g, item_.batch, full);
+                   first + g, item_.batch, full, EvictFirst());
         }
       }
       turn.Next();

@@ -162,6 +162,17 @@ __device__ __forceinline__ void CopyBox4(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
+// The same with a policy for the L2.
+__device__ __forceinline__ void CopyBox4(uint32_t shared, const CUtensorMap* map,
+                                         int i0, int i1, int i2, int i3,
+                                         uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The same with five coordinates.
 __device__ __forceinline__ void CopyBox5(uint32_t shared, const CUtensorMap* map,
                                          int i0, int i1, int i2, int i3, int i4,
