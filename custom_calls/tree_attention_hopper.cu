@@ -105,10 +105,11 @@ cudaError_t LaunchSplit(cudaStream_t stream, const Params& p, int multiprocessor
 // Blocks that share a chunk of a row tile: 1, 4 or 8. It changes the speed only: no bit
 // of the result depends on it.
 int BlocksPerItem(int64_t items, int multiprocessors) {
-  // On an H200 with its 132 multiprocessors, 15 clusters of 8 run at once, and 30 of 4:
-  // one less and three less than would fit by number.
-  if (items <= multiprocessors / 8 - 1) return 8;
-  // A cluster of 4 takes a third of the time that a block takes.
+  // With keys that no cache has, a tile takes a cluster of 8 longer than one of 4. But
+  // a few chunks are short as well.
+  if (items <= 4) return 8;
+  // Of clusters of 4, 30 run at once on an H200 with its 132 multiprocessors, three less
+  // than would fit by number. One takes about half of the time that a block takes.
   const int64_t clusters = std::max(1, multiprocessors / 4 - 3);
   const int64_t split = (items + clusters - 1) / clusters;
   const int64_t whole = (items + multiprocessors - 1) / multiprocessors;

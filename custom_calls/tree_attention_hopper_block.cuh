@@ -4,8 +4,8 @@
 //
 //   scores   two, S = Q K^T and the softmax of every other tile each, so the products of
 //            one lie beside the softmax of the other. They tell each other the rows'
-//            references. One thread of each starts the copies of its tiles. The weights
-//            go through shared memory to
+//            references, and start the copies of their tiles. The weights go through
+//            shared memory to
 //   values   two, O += P V for half of the columns each.
 //
 // Shared memory has room for two tiles' keys, one for each scores warpgroup. A tile
@@ -250,7 +250,7 @@ class Block {
     __syncwarp();
   }
 
-  // S = Q K^T of tile t. One thread of each warp copies: a copy takes longer to start
+  // S = Q K^T of tile t. A thread of each warp starts copies: one takes longer to start
   // than a product.
   template <int which>
   __device__ __forceinline__ void Multiply(float (&s)[kScores], int phase, bool copies,

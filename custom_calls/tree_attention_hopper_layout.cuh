@@ -61,14 +61,52 @@ struct Shared {
 static_assert(kTile == kRows, "a box is 64 keys or 64 queries");
 static_assert(kWeightBytes <= kGroupBytes, "weights take the place of a group of keys");
 
+// Of the kernel in tree_attention_hopper_split.cuh.
+constexpr int kSplitThreads = 384;
+constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
+constexpr int kValueStages = 5;  // of a block's columns of a tile
+constexpr int kMaximaPlaces = 4;
+
+// What the values' warps need of one tile.
+struct Message {
+  static constexpr int kFactors = kWeightBytes;  // after the weights
+  static constexpr int kBytes = kFactors + kRows * 4;
+};
+static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
+
+template <int kSplit>
+struct SplitShared {
+  static constexpr int kColumnGroups = kValues / 64 / kSplit;  // of 64, a block's
+  static constexpr int kValueBytes = kColumnGroups * kGroupBytes;
+  static constexpr int kKeys = 0;
+  static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
+  static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;  // [sender]
+  static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
+  static constexpr int kOnes = kOutgoing + Message::kBytes;
+  static constexpr int kMaxima = kOnes + kOnesBytes;  // [round % 4][tile][row]
+  static constexpr int kKeysFull = kMaxima + kMaximaPlaces * kSplit * kRows * 4;
+  static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
+  static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
+  static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
+  static constexpr int kMaximaFull = kValuesEmpty + kValueStages * 8;  // [round % 4]
+  static constexpr int kMessagesFull = kMaximaFull + kMaximaPlaces * 8;  // [sender]
+  static constexpr int kTaken = kMessagesFull + kSplit * 8;  // this block's, by all
+  static constexpr int kOutgoingFull = kTaken + 8;
+  static constexpr int kOutgoingEmpty = kOutgoingFull + 8;
+  static constexpr int kBytes = kOutgoingEmpty + 8;
+  static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
+};
+static_assert(SplitShared<4>::kBytes <= 232448 && SplitShared<8>::kBytes <= 232448,
+              "more than a block may have");
+
 // What the kernels need besides the arguments.
 struct Params {
   TreeAttentionArgs args;
-  CUtensorMap keys;     // boxes of [kTile positions, 64 dimensions]
+  CUtensorMap keys;       // boxes of [kTile positions, 64 dimensions]
   CUtensorMap key_pairs;  // boxes of [2 halves of the values, kTile, 64 dimensions]
-  CUtensorMap queries;  // boxes of [kRows rows, 64 dimensions]
-  int row_tiles;        // of 64 heads, per node
-  int items;            // sequence, chunk, row tile
+  CUtensorMap queries;    // boxes of [kRows rows, 64 dimensions]
+  int row_tiles;          // of 64 heads, per node
+  int items;              // sequence, chunk, row tile
 };
 
 }  // namespace hopper

@@ -2,8 +2,8 @@
 // few of them to fill the GPU. Block r forms the scores and weights of tiles r, r + c,
 // .. and sums the values of all tiles for its 512 / c columns. Three warpgroups:
 //
-//   copies   three warps: whole tiles for the scores, the block's columns of all tiles,
-//            and the weights to all blocks.
+//   copies   three warps: tiles for the scores, the block's columns of all tiles, and
+//            the weights to all blocks.
 //   scores   S = Q K^T, with Q in registers. Blocks tell each other the maxima of a
 //            round of c tiles, so each knows what the rows' references are at its own
 //            tile. While maxima travel, the scores of the next round are formed.
@@ -39,43 +39,6 @@
 
 namespace kdtree_jax {
 namespace hopper {
-
-constexpr int kSplitThreads = 384;
-constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
-constexpr int kValueStages = 5;  // of a block's columns of a tile
-constexpr int kMaximaPlaces = 4;
-
-// What the values' warps need of one tile.
-struct Message {
-  static constexpr int kFactors = kWeightBytes;  // after the weights
-  static constexpr int kBytes = kFactors + kRows * 4;
-};
-static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
-
-template <int kSplit>
-struct SplitShared {
-  static constexpr int kColumnGroups = kValues / 64 / kSplit;  // of 64, a block's
-  static constexpr int kValueBytes = kColumnGroups * kGroupBytes;
-  static constexpr int kKeys = 0;
-  static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
-  static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;  // [sender]
-  static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
-  static constexpr int kOnes = kOutgoing + Message::kBytes;
-  static constexpr int kMaxima = kOnes + kOnesBytes;  // [round % 4][tile][row]
-  static constexpr int kKeysFull = kMaxima + kMaximaPlaces * kSplit * kRows * 4;
-  static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
-  static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
-  static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
-  static constexpr int kMaximaFull = kValuesEmpty + kValueStages * 8;  // [round % 4]
-  static constexpr int kMessagesFull = kMaximaFull + kMaximaPlaces * 8;  // [sender]
-  static constexpr int kTaken = kMessagesFull + kSplit * 8;  // this block's, by all
-  static constexpr int kOutgoingFull = kTaken + 8;
-  static constexpr int kOutgoingEmpty = kOutgoingFull + 8;
-  static constexpr int kBytes = kOutgoingEmpty + 8;
-  static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
-};
-static_assert(SplitShared<4>::kBytes <= 232448 && SplitShared<8>::kBytes <= 232448,
-              "more than a block may have");
 
 // `shared` must lie on a multiple of 1024.
 template <int kSplit>

@@ -57,8 +57,7 @@ def test_the_table_has_the_rows_and_bars_of_the_document():
     (32, "64 rows", 450),
     (128, "64 rows", 1830),
   ):
-    chunk = 8256 if context == 128 else 4160
-    shape = f"{rows}, {context}k, 64 heads, hopper, chunk {chunk}"
+    shape = f"{rows}, {context}k, 64 heads, hopper, chunk 2112"
     assert bars[("tree_attention", shape)] == (bar, None)
   assert bars[("build_tree", "[1, 15, 163840] fp32, budget 64")] == (60, None)
   assert bars[("accept_tree", "64 nodes, greedy")] == (10, None)
