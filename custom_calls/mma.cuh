@@ -80,6 +80,14 @@ __device__ __forceinline__ void WaitForPhase(uint32_t barrier, int parity) {
       : "memory");
 }
 
+// The same for a warp of which lane 0 alone has waited for the phases before. The others
+// wait when this one has ended: what they do next is behind it for racecheck too.
+__device__ __forceinline__ void WaitAsWarp(uint32_t barrier, int parity) {
+  if (threadIdx.x % 32 == 0) WaitForPhase(barrier, parity);
+  __syncwarp();
+  WaitForPhase(barrier, parity);
+}
+
 // Starts a copy of 16 bytes to shared memory, or of zeros where `wanted` is false.
 __device__ __forceinline__ void CopyAsync16(uint32_t shared, const void* global,
                                             bool wanted) {

@@ -15,8 +15,9 @@ ffi::Error TreeAttention(
     ffi::BufferR2<ffi::S32> depths, ffi::BufferR1<ffi::S32> lengths,
     ffi::Result<ffi::AnyBuffer> out, ffi::ResultBufferR4<ffi::F32> accumulators,
     ffi::ResultBufferR3<ffi::F32> maxima, ffi::ResultBufferR3<ffi::F32> sums,
-    ffi::ResultBufferR1<ffi::U8> messages, int64_t layer, int64_t chunk, int64_t chunk_on_hopper, int64_t kernel,
-    int64_t rows_per_block, int64_t blocks_per_item, double scale) {
+    ffi::ResultBufferR1<ffi::U8> messages, int64_t layer, int64_t chunk,
+    int64_t chunk_on_hopper, int64_t kernel, int64_t rows_per_block,
+    int64_t blocks_per_item, double scale) {
   static constexpr char kName[] = "tree_attention";
   const auto refuse = [](const std::string& what) { return BadArgument(kName, what); };
   const ffi::DataType dtype = q.element_type();

@@ -158,14 +158,6 @@ class SplitBlock {
     }
   }
 
-  // One lane alone knows of the phases before. All wait for this one once it has ended:
-  // what they do next is behind it for racecheck too.
-  __device__ __forceinline__ void WaitAsWarp(uint32_t barrier, int parity) {
-    if (lane_ == 0) WaitForPhase(barrier, parity);
-    __syncwarp();
-    WaitForPhase(barrier, parity);
-  }
-
   __device__ __forceinline__ void CopyGroups(const CUtensorMap* map, int row, int of,
                                              KeyTurn turn) {
 #pragma unroll 1
@@ -223,8 +215,8 @@ class SplitBlock {
     }
   }
 
-  // Sends the weights of the block's own tiles to all blocks, by way of memory: the copy
-  // engine brings what is there to all at once, far faster than one block sends to each.
+  // Sends the weights of the block's own tiles to all blocks, by way of memory: from
+  // there one copy reaches all.
   __device__ __forceinline__ void SendMessages() {
     if (lane_ != 0) return;
     char* const places = static_cast<char*>(a_.messages) +
@@ -432,7 +424,7 @@ class SplitBlock {
     }
     WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
     const Operand values = Swizzled128(
-        address_ + S::kTheValues + turn.place * S::kValueBytes, 1024, kGroupBytes);
+        address_ + S::kTheValues + turn.place * S::kValueBytes, kGroupBytes);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {

@@ -1,5 +1,5 @@
 // Thin wrappers around the instructions of sm_90a: products of a warpgroup, registers
-// that change hands, copies to all blocks of a cluster.
+// that change hands, boxes of tensor maps, what blocks of a cluster tell each other.
 
 #ifndef KDTREE_JAX_WGMMA_CUH_
 #define KDTREE_JAX_WGMMA_CUH_
@@ -24,10 +24,11 @@ struct Operand {
   }
 };
 
-// `stride` is from one pattern to the next along rows, `column_stride` along columns.
-__device__ __forceinline__ Operand Swizzled128(uint32_t shared, uint32_t stride = 1024,
+// Patterns follow each other along rows. `column_stride` is from one to the next along
+// columns, where there are several.
+__device__ __forceinline__ Operand Swizzled128(uint32_t shared,
                                                uint32_t column_stride = 16) {
-  return {(shared & 0x3ffff) >> 4 | column_stride >> 4 << 16, stride >> 4 | 1u << 30};
+  return {(shared & 0x3ffff) >> 4 | column_stride >> 4 << 16, 1024 >> 4 | 1u << 30};
 }
 
 // The same for 8 rows of 32 bytes: two blocks of 8 rows by 16 bytes, one after the other.

@@ -194,8 +194,9 @@ int RunCases(const std::vector<std::string>& paths, const CheckOptions& options)
     return 2;
   }
   if (!ChooseAttentionKernel(options.attention)) {
-    std::fprintf(stderr, "kdtr_check: --attention=%s: must be portable, hopper, hopper-1, hopper-4 "
-                 "or hopper-8\n",
+    std::fprintf(stderr,
+                 "kdtr_check: --attention=%s: must be portable, hopper, hopper-1, "
+                 "hopper-4 or hopper-8\n",
                  options.attention.c_str());
     return 2;
   }

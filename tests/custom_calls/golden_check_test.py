@@ -275,6 +275,16 @@ def test_all_cases_fit_their_drivers(full: Path, tmp_path: Path):
   assert f"{len(CASES)} ok, 0 failed" in done.stdout
 
 
+def test_the_kernel_of_attention_has_a_name(full: Path, tmp_path: Path):
+  golden.write_golden(tmp_path / "x.kdtr", CASES, seed=0)
+  for name in ("portable", "hopper", "hopper-1", "hopper-4", "hopper-8"):
+    done = checker.run(full, "--dry_run", f"--attention={name}", "x.kdtr", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+  for name in ("hopper-2", "hopper-", "auto"):
+    done = checker.run(full, "--dry_run", f"--attention={name}", "x.kdtr", cwd=tmp_path)
+    assert done.returncode == 2 and "or hopper-8" in done.stderr
+
+
 def test_the_command_writes_what_the_checker_lists(tmp_path: Path, capsys):
   path = tmp_path / "x.kdtr"
   assert golden.main([f"--out={path}", "--small", "--op=accept_tree"]) == 0

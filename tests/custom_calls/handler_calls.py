@@ -180,18 +180,16 @@ def tree() -> Tree:
   return Tree(ints(3, 5), ints(3, 5), ints(3, 5), floats(3, 5), ints(3))
 
 
-def attention(dtype: Any, **chosen: Any) -> Callable[[], Any]:
-  settings: dict[str, Any] = {"scale": 0.5, "value_dim": 16, "layer": 1} | chosen
+def attention(dtype: Any, width: int = 20, **chosen: Any) -> Callable[[], Any]:
+  settings: dict[str, Any] = {"scale": 0.5, "value_dim": 16, "layer": 1} | CUDA | chosen
   return lambda: ops.tree_attention(
-    floats(3, 5, 7, 20, dtype=dtype),
-    floats(2, 3, 64, 20, dtype=dtype),
-    floats(3, 5, 20, dtype=dtype),
+    floats(3, 5, 7, width, dtype=dtype),
+    floats(2, 3, 64, width, dtype=dtype),
+    floats(3, 5, width, dtype=dtype),
     ints(3, 5, 6),
     ints(3, 5),
     ints(3),
-    **(
-      {"scale": 0.5, "value_dim": 16, "layer": 1, "implementation": "cuda"} | settings
-    ),
+    **settings,
   )
 
 
@@ -362,6 +360,7 @@ CASES: dict[str, Callable[[], Any]] = {
   ),
   "tree_attention": attention(jnp.float32),
   "tree_attention bf16": attention(bf16, chunk=16),
+  "tree_attention hopper": attention(bf16, width=576, value_dim=512, chunk=16),
   "tree_from_table": lambda: ops.tree_from_table(
     floats(3, 4, 7), ints(3, 4, 7), ints(3), 6, **CUDA
   ),

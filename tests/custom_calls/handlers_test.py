@@ -385,6 +385,19 @@ def test_keys_off_their_alignment_are_refused() -> None:
     supports.value = 0
 
 
+def test_the_kernel_for_hopper_has_its_workspace() -> None:
+  """The wrapper's is just large enough; the portable kernel needs none."""
+  call = recorded("tree_attention hopper")
+  (bytes_,) = call.results[-1].shape
+  assert call.error() == ""
+  small = with_sizes(call, messages={0: bytes_ - 1})
+  assert f"messages has {bytes_ - 1} bytes; the kernel for Hopper needs {bytes_}" in (
+    small.error()
+  )
+  portable = dataclasses.replace(small, attributes=call.attributes | {"kernel": 1})
+  assert portable.error() == ""
+
+
 def test_what_a_launcher_returns_is_reported() -> None:
   call, status = recorded("best_token"), number("kdt_status")
   for value, says in ((1, "as told"), (209, "has no code for this GPU. Rebuild")):
