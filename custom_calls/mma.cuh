@@ -88,6 +88,27 @@ __device__ __forceinline__ void WaitAsWarp(uint32_t barrier, int parity) {
   WaitForPhase(barrier, parity);
 }
 
+// To stand between loads from shared memory and an arrival that lets others overwrite
+// it. An arrival does not wait for the loads before it, as they go another way: where
+// there is much for them to wait for, bytes were seen to be overwritten first, by copies
+// from memory at that. A use of the loaded values does wait; here it has no effect.
+template <typename T, int kCount>
+__device__ __forceinline__ void WaitForLoads(const T (&loaded)[kCount]) {
+  static_assert(sizeof(T) == 4, "values of one register");
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    all ^= *reinterpret_cast<const uint32_t*>(&loaded[i]);
+  }
+  asm volatile(
+      "{\n"
+      ".reg .pred rare;\n"
+      "setp.eq.u32 rare, %0, 0x9e3779b9;\n"
+      "@rare nanosleep.u32 0;\n"
+      "}\n" ::"r"(all)
+      : "memory");
+}
+
 // Starts a copy of 16 bytes to shared memory, or of zeros where `wanted` is false.
 __device__ __forceinline__ void CopyAsync16(uint32_t shared, const void* global,
                                             bool wanted) {

@@ -227,7 +227,7 @@ class Block {
           ArriveAsWarp(kShared + Shared::kBaseFull + which * 8);
         }
         ArriveAsWarp(kShared + Shared::kWeightsFull + which * 8);
-        if (flags & kLast) StoreBases<which>(*ToldOf(number + t));
+        if (flags & kLast) StoreBases<which>({flags, row, place});
       }
       number += rounds;
       queries_phase ^= 1;
@@ -319,13 +319,14 @@ class Block {
     StoreWeights(s, a_.scale, shift, shared_ + which * kTileBytes, thread_);
   }
 
+  // Each warp those of its rows.
   template <int which>
   __device__ __forceinline__ void StoreBases(const Told& tile) {
-    WarpsSync(1 + which, 128);  // One thread has said which tile it is.
     const float* bases =
         reinterpret_cast<const float*>(shared_ + Shared::kBases) + which * kRows;
-    if (thread_ < tile.place % 128) {
-      a_.maxima[PartialOf(tile, thread_)] = bases[thread_];
+    const int row = warp_ * 16 + lane_;
+    if (lane_ < 16 && row < tile.place % 128) {
+      a_.maxima[PartialOf(tile, row)] = bases[row];
     }
   }
 

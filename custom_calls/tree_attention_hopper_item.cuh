@@ -120,19 +120,17 @@ class ScatteredTile {
   }
 
   // Starts to copy a group of 64 dimensions, with zeros for keys from the item's limit
-  // on.
+  // on. A lane copies its own keys: to exchange what lanes know takes a warp that a wait
+  // has split hundreds of cycles.
   __device__ __forceinline__ void CopyGroup(int group, uint32_t to) const {
-    const int piece = lane_ % 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const uint64_t row = from_[half];
+      const char* from = reinterpret_cast<const char*>(row ? row : some_) + group * 128;
 #pragma unroll
-      for (int step = 0; step < 8; ++step) {
-        const int key = step * 4 + lane_ / 8;
-        const uint64_t row = __shfl_sync(~0u, from_[half], key);
-        const char* from = reinterpret_cast<const char*>(row ? row : some_) +
-                           group * 128 + piece * 16;
-        CopyAsync16(to + (half * 32 + key) * 128 + (piece ^ (key & 7)) * 16, from,
-                    row != 0);
+      for (int piece = 0; piece < 8; ++piece) {
+        CopyAsync16(to + (half * 32 + lane_) * 128 + (piece ^ (lane_ & 7)) * 16,
+                    from + piece * 16, row != 0);
       }
     }
   }

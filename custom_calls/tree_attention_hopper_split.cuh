@@ -154,6 +154,7 @@ class SplitBlock {
       } else if (lane_ == 0) {
         CopyGroups(&p_.keys, item_.start + t * kTile, item_.batch, turn);
       }
+      __syncwarp();
       turn.Next(kGroups);
     }
   }
@@ -211,6 +212,7 @@ class SplitBlock {
                    first + g, item_.batch, full, EvictFirst());
         }
       }
+      __syncwarp();
       turn.Next();
     }
   }
@@ -277,6 +279,8 @@ class SplitBlock {
         const int piece = k * 2 + lane_ / 16;
         LoadMatrix4(q[place * 4 + k], from + (piece ^ (row & 7)) * 16);
       }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) WaitForLoads(q[place * 4 + k]);
       ReleaseKeys(turn);
     }
   }
@@ -379,6 +383,7 @@ class SplitBlock {
         }
       }
     }
+    WaitForLoads(base);
   }
 
   // ---- Values.
@@ -436,6 +441,7 @@ class SplitBlock {
       Wgmma(sums, weights[k], Unswizzled(address_ + S::kOnes), true);
     }
     WgmmaCommit();
+    ReleaseMessage(t);
     turn.Next();
     if (t == 0) return;
     WgmmaWait<1>();
@@ -454,16 +460,22 @@ class SplitBlock {
   __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
                                               float (&factor)[2]) {
     const int sender = t % kSplit;
-    const uint32_t full = address_ + S::kMessagesFull + sender * 8;
-    WaitForPhase(full, t / kSplit % 2);
+    WaitForPhase(address_ + S::kMessagesFull + sender * 8, t / kSplit % 2);
     const char* message = shared_ + S::kMessages + sender * Message::kBytes;
     LoadWeights(message, thread_, weights);
     const float* factors = reinterpret_cast<const float*>(message + Message::kFactors) +
                            warp_ * 16 + lane_ / 4;
     factor[0] = factors[0];
     factor[1] = factors[8];
+  }
+
+  // To be called once products have begun, and so have the message's weights.
+  __device__ __forceinline__ void ReleaseMessage(int t) {
+    const int sender = t % kSplit;
     // The next one, before its sender may send it.
-    if (thread_ == 0) ArriveExpecting(full, Message::kBytes);
+    if (thread_ == 0) {
+      ArriveExpecting(address_ + S::kMessagesFull + sender * 8, Message::kBytes);
+    }
     ArriveAsWarpAt(address_ + S::kTaken, sender);
   }
 
