@@ -89,9 +89,9 @@ __device__ __forceinline__ void WaitAsWarp(uint32_t barrier, int parity) {
 }
 
 // To stand between loads from shared memory and an arrival that lets others overwrite
-// it. An arrival does not wait for the loads before it, as they go another way: where
-// there is much for them to wait for, bytes were seen to be overwritten first, by copies
-// from memory at that. A use of the loaded values does wait; here it has no effect.
+// it. An arrival does not wait for loads before it, as they go another way: while other
+// warps kept that way busy, bytes were seen to be overwritten first, and by copies from
+// memory at that. A use of the loaded values does wait; here it has no effect.
 template <typename T, int kCount>
 __device__ __forceinline__ void WaitForLoads(const T (&loaded)[kCount]) {
   static_assert(sizeof(T) == 4, "values of one register");

@@ -98,22 +98,31 @@ template <int kSplit>
 cudaError_t LaunchSplit(cudaStream_t stream, const Params& p, int multiprocessors) {
   const int blocks = std::min(multiprocessors, kHopperSplitBlocks);
   return Launch(stream, TreeAttentionHopperSplitKernel<kSplit>,
-                std::min(p.items, std::max(1, blocks / kSplit)), kSplit,
+                std::min(p.end - p.first, std::max(1, blocks / kSplit)), kSplit,
                 hopper::kSplitThreads, hopper::SplitShared<kSplit>::kBytes, p);
 }
 
-// Blocks that share a chunk of a row tile: 1, 4 or 8. It changes the speed only: no bit
-// of the result depends on it.
-int BlocksPerItem(int64_t items, int multiprocessors) {
-  // With keys that no cache has, a tile takes a cluster of 8 longer than one of 4. But
-  // a few chunks are short as well.
-  if (items <= 4) return 8;
-  // Of clusters of 4, 30 run at once on an H200 with its 132 multiprocessors, three less
-  // than would fit by number. One takes about half of the time that a block takes.
-  const int64_t clusters = std::max(1, multiprocessors / 4 - 3);
-  const int64_t split = (items + clusters - 1) / clusters;
-  const int64_t whole = (items + multiprocessors - 1) / multiprocessors;
-  return split <= 2 * whole ? 4 : 1;
+// The items from `first` to `end`, with `blocks` to share one.
+cudaError_t LaunchItems(cudaStream_t stream, Params p, int first, int end, int blocks,
+                        int multiprocessors) {
+  if (first == end) return cudaSuccess;
+  p.first = first;
+  p.end = end;
+  if (blocks == 8) return LaunchSplit<8>(stream, p, multiprocessors);
+  if (blocks == 4) return LaunchSplit<4>(stream, p, multiprocessors);
+  const int grid = std::min(end - first, multiprocessors);
+  return Launch(stream, TreeAttentionHopperKernel, grid, 1, hopper::kThreads,
+                hopper::Shared::kBytes, p);
+}
+
+// How many blocks share an item, 1, 4 or 8, where there are fewer items than
+// multiprocessors. It changes the speed only: no bit depends on it.
+int BlocksPerItem(int items, int multiprocessors) {
+  // A GPU's clusters lie in its groups of multiprocessors and leave some of these over:
+  // an H200 with its 132 runs 30 of 4 blocks at once, and 14 of 8.
+  if (items <= multiprocessors / 8 - 2) return 8;
+  // A cluster of 4 takes less than half of the time that a block takes.
+  return items <= 2 * std::max(1, multiprocessors / 4 - 3) ? 4 : 1;
 }
 
 }  // namespace
@@ -159,15 +168,17 @@ cudaError_t LaunchTreeAttentionHopper(cudaStream_t stream,
   status =
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const int64_t items =
-      static_cast<int64_t>(args.nodes) * p.row_tiles * args.chunks * args.batch;
-  p.items = static_cast<int>(items);
-  const int blocks = args.blocks_per_item ? args.blocks_per_item
-                                          : BlocksPerItem(items, multiprocessors);
-  if (blocks == 8) return LaunchSplit<8>(stream, p, multiprocessors);
-  if (blocks == 4) return LaunchSplit<4>(stream, p, multiprocessors);
-  return Launch(stream, TreeAttentionHopperKernel, std::min(p.items, multiprocessors),
-                1, hopper::kThreads, hopper::Shared::kBytes, p);
+  const int items = args.nodes * p.row_tiles * args.chunks * args.batch;
+  if (args.blocks_per_item != 0) {
+    return LaunchItems(stream, p, 0, items, args.blocks_per_item, multiprocessors);
+  }
+  // What is left once all multiprocessors have had as many is shared.
+  const int rest = items % multiprocessors;
+  const int blocks = BlocksPerItem(rest, multiprocessors);
+  const int whole = blocks == 1 ? items : items - rest;
+  status = LaunchItems(stream, p, 0, whole, 1, multiprocessors);
+  if (status != cudaSuccess) return status;
+  return LaunchItems(stream, p, whole, items, blocks, multiprocessors);
 }
 
 }  // namespace kdtree_jax

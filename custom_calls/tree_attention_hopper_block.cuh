@@ -3,9 +3,8 @@
 // of positions, in tiles of 64 keys. Four warpgroups:
 //
 //   scores   two, S = Q K^T and the softmax of every other tile each, so the products of
-//            one lie beside the softmax of the other. They tell each other the rows'
-//            references, and start the copies of their tiles. The weights go through
-//            shared memory to
+//            one lie beside the softmax of the other. They start the copies of their
+//            tiles. The weights go through shared memory to
 //   values   two, O += P V for half of the columns each.
 //
 // Shared memory has room for two tiles' keys, one for each scores warpgroup. A tile
@@ -52,10 +51,6 @@ class Block {
 
   __device__ __forceinline__ void Run() {
     if (SharedAddress(shared_) != kShared) __trap();
-    if (threadIdx.x < kOnesBytes / 2) {
-      reinterpret_cast<uint16_t*>(shared_ + Shared::kOnes)[threadIdx.x] = kOne;
-      FenceForProducts();
-    }
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2 * kPieces; ++i) {
         InitBarrier(kShared + Shared::kFull + i * 8, 1);
@@ -63,7 +58,6 @@ class Block {
       }
       for (int i = 0; i < 2; ++i) {
         InitBarrier(kShared + Shared::kWeightsFull + i * 8, 4 * kArrivingLanes);
-        InitBarrier(kShared + Shared::kBaseFull + i * 8, 4 * kArrivingLanes);
       }
       InitBarrier(kShared + Shared::kQueriesFull, 1);
       InitBarrier(kShared + Shared::kQueriesEmpty, 8 * kArrivingLanes);
@@ -138,7 +132,7 @@ class Block {
   // A tile that reaches the length, by all threads. Its end is awaited.
   template <int which>
   __device__ __forceinline__ void Gather(int phase, int i, int t) {
-    const Item item = Items(p_).Find(i);
+    const Item item = FindItem(p_, i);
 #pragma unroll 1
     for (int piece = 0; piece < kPieces && thread_ == 0; ++piece) {
       WaitForPhase(Empty(which, piece), phase ^ 1);
@@ -182,10 +176,10 @@ class Block {
     int number = 0;         // of tiles so far
     int queries_phase = 0;  // of the item's queries
 #pragma unroll 1
-    for (int i = items.First(); i < p_.items; i = items.Next(i)) {
+    for (int i = items.First(); i < p_.end; i = items.Next(i)) {
       int tiles, prefix, keys, start, batch, row, place;
       {
-        const Item item = items.Find(i);
+        const Item item = FindItem(p_, i);
         tiles = item.tiles;
         if (tiles == 0) continue;
         prefix = item.prefix;
@@ -219,15 +213,8 @@ class Block {
           }
         }
         __syncwarp();
-        if (t < tiles) {
-          Finish<which>(s, phase, t, keys - t * kTile);
-        } else {
-          WaitForPhase(kShared + Shared::kBaseFull + (which ^ 1) * 8,
-                       phase ^ which ^ 1);
-          ArriveAsWarp(kShared + Shared::kBaseFull + which * 8);
-        }
+        if (t < tiles) Finish<which>(s, keys - t * kTile);
         ArriveAsWarp(kShared + Shared::kWeightsFull + which * 8);
-        if (flags & kLast) StoreBases<which>({flags, row, place});
       }
       number += rounds;
       queries_phase ^= 1;
@@ -289,62 +276,36 @@ class Block {
 
   // From scores to weights. `keys`: how many the node sees, from the tile's first on.
   template <int which>
-  __device__ __forceinline__ void Finish(float (&s)[kScores], int phase, int t,
-                                         int keys) {
+  __device__ __forceinline__ void Finish(float (&s)[kScores], int keys) {
     if (keys < kTile) Mask(s, keys - lane_ % 4 * 2);
-    float top[2], shift[2], base[2], factor[2];
-    FindMaxima(s, a_.scale, top);
-    const int row = warp_ * 16 + lane_ / 4;
-    float* bases = reinterpret_cast<float*>(shared_ + Shared::kBases) + row;
-    float* factors = reinterpret_cast<float*>(shared_ + Shared::kFactors) + row;
-    // Of the tile before.
-    WaitForPhase(kShared + Shared::kBaseFull + (which ^ 1) * 8, phase ^ which ^ 1);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) base[r] = bases[(which ^ 1) * kRows + r * 8];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (t == 0) base[r] = -INFINITY;
-      factor[r] = Follow(base[r], top[r]);
-      shift[r] = ShiftOf(base[r]);
-    }
+    float top[2];
+    FindReferences(s, a_.scale, top);
+    FormWeights(s, a_.scale, top);
     // The 4 threads of a row have the same.
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      bases[which * kRows + r * 8] = base[r];
-      factors[which * kRows + r * 8] = factor[r];
-    }
-    ArriveAsWarp(kShared + Shared::kBaseFull + which * 8);
+    float* references = reinterpret_cast<float*>(shared_ + Shared::kReferences) +
+                        which * kRows + warp_ * 16 + lane_ / 4;
+    references[0] = top[0];
+    references[8] = top[1];
     // No warp reads the keys any more that the weights replace.
     WarpsSync(1 + which, 128);
-    StoreWeights(s, a_.scale, shift, shared_ + which * kTileBytes, thread_);
-  }
-
-  // Each warp those of its rows.
-  template <int which>
-  __device__ __forceinline__ void StoreBases(const Told& tile) {
-    const float* bases =
-        reinterpret_cast<const float*>(shared_ + Shared::kBases) + which * kRows;
-    const int row = warp_ * 16 + lane_;
-    if (lane_ < 16 && row < tile.place % 128) {
-      a_.maxima[PartialOf(tile, row)] = bases[row];
-    }
+    StoreWeights(s, shared_ + which * kTileBytes, thread_);
   }
 
   // ---- Values.
 
   template <int half>
   __device__ __forceinline__ void AddValues() {
-    float out[4][32], sums[4];
+    float out[2][64], sums[2], base[2];
 #pragma unroll 1
     for (int number = 0;; number += 2) {
-      if (!AddTileIfAny<half, 0>(out, sums, number)) return;
-      if (!AddTileIfAny<half, 1>(out, sums, number + 1)) return;
+      if (!AddTileIfAny<half, 0>(out, sums, base, number)) return;
+      if (!AddTileIfAny<half, 1>(out, sums, base, number + 1)) return;
     }
   }
 
   template <int half, int which>
-  __device__ __forceinline__ bool AddTileIfAny(float (&out)[4][32], float (&sums)[4],
-                                               int number) {
+  __device__ __forceinline__ bool AddTileIfAny(float (&out)[2][64], float (&sums)[2],
+                                               float (&base)[2], int number) {
     WaitForPhase(kShared + Shared::kWeightsFull + which * 8, number / 2 % 2);
     const int flags = ToldOf(number)->flags;
     if (flags & kEnd) return false;
@@ -352,8 +313,8 @@ class Block {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) Release(which, piece);
     } else {
-      AddTile<half, which>(out, sums, !(flags & kFirst));
-      if (flags & kLast) StoreOutput<half>(*ToldOf(number), out, sums);
+      AddTile<half, which>(out, sums, base, !(flags & kFirst));
+      if (flags & kLast) StoreOutput<half>(*ToldOf(number), out, sums, base);
     }
     return true;
   }
@@ -364,71 +325,76 @@ class Block {
   }
 
   // O += P V of one tile, whose weights are those of scores warpgroup `which`. The first
-  // half sums the weights, in products with ones.
+  // half sums the weights.
   template <int half, int which>
-  __device__ __forceinline__ void AddTile(float (&out)[4][32], float (&sums)[4],
-                                          bool add) {
-    const float* factors = reinterpret_cast<const float*>(shared_ + Shared::kFactors) +
-                           which * kRows + warp_ * 16 + lane_ / 4;
-    const float factor[2] = {factors[0], factors[8]};
+  __device__ __forceinline__ void AddTile(float (&out)[2][64], float (&sums)[2],
+                                          float (&base)[2], bool add) {
+    const float* references =
+        reinterpret_cast<const float*>(shared_ + Shared::kReferences) + which * kRows +
+        warp_ * 16 + lane_ / 4;
+    const float top[2] = {references[0], references[8]};
     uint32_t weights[kKeySteps][4];
     LoadWeights(shared_ + which * kTileBytes, thread_, weights);
+    if (!add) {
+      base[0] = base[1] = -INFINITY;
+      sums[0] = sums[1] = 0.f;
+    }
+    const float factor[2] = {Follow(base[0], top[0]), Follow(base[1], top[1])};
     if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f) && add) {
 #pragma unroll
       for (int j = 0; j < 128; ++j) {
-        float& x = out[j / 32][j % 32];
+        float& x = out[j / 64][j % 64];
         x = __fmul_rn(x, factor[RowOf(j)]);
       }
-      if (half == 0) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[j] = __fmul_rn(sums[j], factor[RowOf(j)]);
-      }
     }
-    const Operand values =
-        Swizzled128(kShared + which * kTileBytes + (1 + half) * kGroupBytes);
+    ChangeReferences(weights, top, base);
+    const Operand values = Swizzled128(
+        kShared + which * kTileBytes + (1 + half) * kGroupBytes, 2 * kGroupBytes);
     WgmmaFence();
 #pragma unroll
-    for (int g = 0; g < 4; ++g) {
+    for (int pair = 0; pair < 2; ++pair) {  // of pieces
 #pragma unroll
       for (int k = 0; k < kKeySteps; ++k) {
-        WgmmaByKey(out[g], weights[k], values.At(g * 2 * kGroupBytes + k * 16 * 128),
-                   add || k > 0);
-        if (g == 3 && half == 0) {
-          Wgmma(sums, weights[k], Unswizzled(kShared + Shared::kOnes), add || k > 0);
-        }
+        WgmmaByKey(out[pair], weights[k],
+                   values.At(pair * 4 * kGroupBytes + k * 16 * 128), add || k > 0);
       }
       WgmmaCommit();
-      if (g == 0) {
-        FenceForProducts();  // It is bulk copies that write there next.
-        __syncwarp();
-        Release(which, 0);
-      } else {
-        WgmmaWait<1>();
-        Release(which, g);
-      }
     }
+    FenceForProducts();  // It is bulk copies that write there next.
+    __syncwarp();
+    Release(which, 0);
+    if (half == 0) AddWeights(weights, factor, sums);
+    WgmmaWait<1>();
+    Release(which, 1);
+    Release(which, 2);
     WgmmaWait<0>();
+    Release(which, 3);
     Release(which, 4);
 #pragma unroll
-    for (int g = 0; g < 4; ++g) KeepBehind(out[g]);
-    if (half == 0) KeepBehind(sums);
+    for (int pair = 0; pair < 2; ++pair) KeepBehind(out[pair]);
   }
 
   template <int half>
   __device__ __forceinline__ void StoreOutput(const Told& tile,
-                                              const float (&out)[4][32],
-                                              const float (&sums)[4]) {
+                                              const float (&out)[2][64],
+                                              const float (&sums)[2],
+                                              const float (&base)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const float sum = half == 0 ? SumOfRow(sums[r]) : 0.f;
       const int row = warp_ * 16 + lane_ / 4 + r * 8;
       if (row >= tile.place % 128) continue;
       const int64_t partial = PartialOf(tile, row);
-      if (half == 0 && lane_ % 4 == 0) a_.sums[partial] = sums[r * 2];
+      if (half == 0 && lane_ % 4 == 0) {
+        a_.sums[partial] = sum;
+        a_.maxima[partial] = base[r];
+      }
       float* to = a_.accumulators + partial * kValues + half * 256 + lane_ % 4 * 2;
 #pragma unroll
       for (int c = 0; c < 32; ++c) {
         *reinterpret_cast<float2*>(to + c * 8) =
-            make_float2(out[c / 8][c % 8 * 4 + r * 2], out[c / 8][c % 8 * 4 + r * 2 + 1]);
+            make_float2(out[c / 16][c % 16 * 4 + r * 2],
+                        out[c / 16][c % 16 * 4 + r * 2 + 1]);
       }
     }
   }

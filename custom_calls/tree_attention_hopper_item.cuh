@@ -22,20 +22,20 @@ struct Item {
   int tiles;   // none where there is no such node, or it does not reach the chunk
 };
 
-__device__ __forceinline__ Item FindItem(const Params& p, int batch, int chunk,
-                                         int row_tile) {
+__device__ __forceinline__ Item FindItem(const Params& p, int i) {
   const TreeAttentionArgs& a = p.args;
+  const int row_tiles = a.nodes * p.row_tiles, row_tile = i % row_tiles;
   Item item;
-  item.batch = batch;
-  item.chunk = chunk;
-  item.start = chunk * a.chunk;
-  item.length = min(max(a.lengths[batch], 0), a.capacity);
+  item.batch = i / row_tiles / a.chunks;
+  item.chunk = i / row_tiles % a.chunks;
+  item.start = item.chunk * a.chunk;
+  item.length = min(max(a.lengths[item.batch], 0), a.capacity);
   const int end = item.start + a.chunk;
   item.prefix = max(0, min(end, item.length) - item.start) / kTile;
   const int node = row_tile / p.row_tiles;
   item.limit = 0;
   if (node < a.nodes) {
-    const int depth = a.depths[batch * a.nodes + node];
+    const int depth = a.depths[item.batch * a.nodes + node];
     item.limit = min(end, item.length + min(max(depth, 0), a.max_ancestors - 1) + 1);
   }
   item.tiles = max(0, item.limit - item.start + kTile - 1) / kTile;
@@ -44,9 +44,9 @@ __device__ __forceinline__ Item FindItem(const Params& p, int batch, int chunk,
   return item;
 }
 
-// The items of the persistent kernel. Blocks take them in turn. With one sequence, those
-// of a last chunk that is hardly begun come after all others and go to the blocks that
-// have had one less.
+// The items of blocks that share none. Blocks take them in turn. With one sequence,
+// those of a last chunk that is hardly begun come after all others and go to the blocks
+// that have had one less.
 class Items {
  public:
   __device__ __forceinline__ explicit Items(const Params& p) : p_(p) {}
@@ -62,24 +62,19 @@ class Items {
     return i + blocks < full ? i + blocks : FirstOfRest(full);
   }
 
-  __device__ __forceinline__ Item Find(int i) const {
-    const int row_tiles = p_.args.nodes * p_.row_tiles;
-    return FindItem(p_, i / row_tiles / p_.args.chunks, i / row_tiles % p_.args.chunks,
-                    i % row_tiles);
-  }
-
  private:
   __device__ __forceinline__ int Full() const {
     const TreeAttentionArgs& a = p_.args;
-    if (a.batch > 1) return p_.items;
+    if (a.batch > 1) return p_.end;
     const int length = min(max(a.lengths[0], 0), a.capacity);
-    return min(a.chunks, (length + a.chunk / 2) / a.chunk) * a.nodes * p_.row_tiles;
+    const int chunks = min(a.chunks, (length + a.chunk / 2) / a.chunk);
+    return min(p_.end, chunks * a.nodes * p_.row_tiles);
   }
 
   __device__ __forceinline__ int FirstOfRest(int full) const {
     const int block = blockIdx.x, blocks = gridDim.x;
     const int idle_from = full % blocks;
-    return block < idle_from ? p_.items : full + block - idle_from;
+    return block < idle_from ? p_.end : full + block - idle_from;
   }
 
   const Params& p_;
@@ -120,8 +115,8 @@ class ScatteredTile {
   }
 
   // Starts to copy a group of 64 dimensions, with zeros for keys from the item's limit
-  // on. A lane copies its own keys: to exchange what lanes know takes a warp that a wait
-  // has split hundreds of cycles.
+  // on. A lane copies its own keys: to exchange what lanes know takes hundreds of cycles
+  // where a wait has split the warp.
   __device__ __forceinline__ void CopyGroup(int group, uint32_t to) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -27,10 +27,6 @@ __host__ __device__ constexpr int GroupAt(int place) {
   return place == 0 ? kGroups - 1 : (place - 1) / 2 + (place - 1) % 2 * 4;
 }
 
-// The second operand of products that sum weights: 16 x 8 ones.
-constexpr int kOnesBytes = 16 * 8 * 2;
-constexpr uint16_t kOne = 0x3f80;
-
 // What the system takes of a block's shared memory, before its own.
 constexpr int kReservedShared = 1024;
 
@@ -46,15 +42,13 @@ __host__ __device__ constexpr int PlaceOfPiece(int piece) {
 struct Shared {
   static constexpr int kKeys = 0;  // [tile % 2][group]
   static constexpr int kQueries = 2 * kTileBytes;
-  static constexpr int kFactors = kQueries + kGroups * kGroupBytes;  // [tile % 2][row]
-  static constexpr int kBases = kFactors + 2 * kRows * 4;            // [tile % 2][row]
-  static constexpr int kOnes = kBases + 2 * kRows * 4;
-  static constexpr int kTold = kOnes + kOnesBytes;       // [tile % kToldTiles]
+  // [tile % 2][row]
+  static constexpr int kReferences = kQueries + kGroups * kGroupBytes;
+  static constexpr int kTold = kReferences + 2 * kRows * 4;  // [tile % kToldTiles]
   static constexpr int kFull = kTold + kToldTiles * 16;  // [tile % 2][piece]
   static constexpr int kEmpty = kFull + 2 * kPieces * 8;
   static constexpr int kWeightsFull = kEmpty + 2 * kPieces * 8;  // [tile % 2]
-  static constexpr int kBaseFull = kWeightsFull + 2 * 8;         // [tile % 2]
-  static constexpr int kQueriesFull = kBaseFull + 2 * 8;
+  static constexpr int kQueriesFull = kWeightsFull + 2 * 8;
   static constexpr int kQueriesEmpty = kQueriesFull + 8;
   static constexpr int kBytes = kQueriesEmpty + 8;
 };
@@ -65,12 +59,11 @@ static_assert(kWeightBytes <= kGroupBytes, "weights take the place of a group of
 constexpr int kSplitThreads = 384;
 constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
 constexpr int kValueStages = 5;  // of a block's columns of a tile
-constexpr int kMaximaPlaces = 4;
 
 // What the values' warps need of one tile.
 struct Message {
-  static constexpr int kFactors = kWeightBytes;  // after the weights
-  static constexpr int kBytes = kFactors + kRows * 4;
+  static constexpr int kReferences = kWeightBytes;  // after the weights
+  static constexpr int kBytes = kReferences + kRows * 4;
 };
 static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
 
@@ -82,14 +75,11 @@ struct SplitShared {
   static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
   static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;  // [sender]
   static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
-  static constexpr int kOnes = kOutgoing + Message::kBytes;
-  static constexpr int kMaxima = kOnes + kOnesBytes;  // [round % 4][tile][row]
-  static constexpr int kKeysFull = kMaxima + kMaximaPlaces * kSplit * kRows * 4;
+  static constexpr int kKeysFull = kOutgoing + Message::kBytes;
   static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
   static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
   static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
-  static constexpr int kMaximaFull = kValuesEmpty + kValueStages * 8;  // [round % 4]
-  static constexpr int kMessagesFull = kMaximaFull + kMaximaPlaces * 8;  // [sender]
+  static constexpr int kMessagesFull = kValuesEmpty + kValueStages * 8;  // [sender]
   static constexpr int kTaken = kMessagesFull + kSplit * 8;  // this block's, by all
   static constexpr int kOutgoingFull = kTaken + 8;
   static constexpr int kOutgoingEmpty = kOutgoingFull + 8;
@@ -106,7 +96,7 @@ struct Params {
   CUtensorMap key_pairs;  // boxes of [2 halves of the values, kTile, 64 dimensions]
   CUtensorMap queries;    // boxes of [kRows rows, 64 dimensions]
   int row_tiles;          // of 64 heads, per node
-  int items;              // sequence, chunk, row tile
+  int first, end;         // of the items: sequence, chunk, row tile
 };
 
 }  // namespace hopper

@@ -4,23 +4,16 @@
 //
 //   copies   three warps: tiles for the scores, the block's columns of all tiles, and
 //            the weights to all blocks.
-//   scores   S = Q K^T, with Q in registers. Blocks tell each other the maxima of a
-//            round of c tiles, so each knows what the rows' references are at its own
-//            tile. While maxima travel, the scores of the next round are formed.
+//   scores   S = Q K^T, with Q in registers. The softmax of a tile lies beside the
+//            products of the block's next.
 //   values   O += P V. While products are under way, the next weights are taken.
 //
 // Each score, weight and sum comes about as in tree_attention_hopper_block.cuh, so
 // which kernel runs does not show in the bits.
 //
-// What keeps blocks from overrunning each other:
-//
-//   maxima   A block sends those of round n after it followed round n - 2. So all
-//            blocks have sent theirs of n - 2, which each did after it followed n - 4.
-//            Four places are enough then; three are not. All of it warp by warp: each
-//            reads the maxima of the rows whose maxima it sends.
-//   weights  A block sends the next ones to the same places after all warps that add
-//            values, of all blocks, took the last ones. By then each block expects the
-//            next. On their way they have two places in memory.
+// A block sends its next weights to the same places after all warps that add values, of
+// all blocks, took the last ones. By then each block expects the next. On their way they
+// have two places in memory.
 //
 // Bytes may come before their barrier expects them, but its phase does not end without
 // that arrival, which the block itself makes after all its warps saw the last one end.
@@ -61,10 +54,6 @@ class SplitBlock {
         lane_(thread_ % 32) {}
 
   __device__ __forceinline__ void Run() {
-    if (threadIdx.x < kOnesBytes / 2) {
-      reinterpret_cast<uint16_t*>(shared_ + S::kOnes)[threadIdx.x] = kOne;
-      FenceForProducts();
-    }
     const int group = threadIdx.x / 128;
     if (group == 0) {
       GiveRegisters<96>();  // To those of the scores. The values' keep their 168.
@@ -85,12 +74,10 @@ class SplitBlock {
   // Calls `work` for each item of the cluster, in all warps at a time.
   template <typename Work>
   __device__ __forceinline__ void ForItems(Work work) {
-    const int row_tiles = a_.nodes * p_.row_tiles;
     bool first = true;
 #pragma unroll 1
-    for (int i = blockIdx.x / kSplit; i < p_.items; i += gridDim.x / kSplit) {
-      item_ = FindItem(p_, i / row_tiles / a_.chunks, i / row_tiles % a_.chunks,
-                       i % row_tiles);
+    for (int i = p_.first + blockIdx.x / kSplit; i < p_.end; i += gridDim.x / kSplit) {
+      item_ = FindItem(p_, i);
       if (item_.tiles == 0) continue;  // As do all blocks of the cluster.
       if (threadIdx.x == 0) SetBarriers(first);
       first = false;
@@ -113,9 +100,6 @@ class SplitBlock {
     for (int k = 0; k < kValueStages; ++k) {
       InitBarrier(address_ + S::kValuesFull + k * 8, 1);
       InitBarrier(address_ + S::kValuesEmpty + k * 8, 4 * kArrivingLanes);
-    }
-    for (int k = 0; k < kMaximaPlaces; ++k) {
-      InitBarrier(address_ + S::kMaximaFull + k * 8, 1);
     }
     for (int k = 0; k < kSplit; ++k) {
       InitBarrier(address_ + S::kMessagesFull + k * 8, 1);
@@ -241,29 +225,33 @@ class SplitBlock {
 
   // ---- Scores.
 
-  // Two rounds at a time, so that no scores are copied.
+  // This block's tiles. Two at a time, so that no scores are copied.
   __device__ __forceinline__ void Score() {
-    KeyTurn turn;
+    KeyTurn turn, done;
     uint32_t q[kGroups * 4][4];
-    float even[kScores], odd[kScores], base[2] = {-INFINITY, -INFINITY};
+    float even[kScores], odd[kScores];
     LoadQueries(q, turn);
+    done = turn;
     // In registers that a warp shares: others are few.
     item_.prefix = __reduce_max_sync(~0u, item_.prefix);
     item_.tiles = __reduce_max_sync(~0u, item_.tiles);
-    const int rounds = (item_.tiles + kSplit - 1) / kSplit;
+    if (rank_ >= item_.tiles) return;
+    Multiply<0>(even, q, turn);
+    Multiply<1>(even, q, turn);
+    Multiply<2>(even, q, turn);
+    EndThird<2>(done);
+    EndThird<1>(done);
+    int t = rank_;
 #pragma unroll 1
-    for (int round = 0; round <= rounds; round += 2) {
-      if (round < rounds) FormScores(even, q, round, turn);
-      if (round > 0) FormWeights(odd, round - 1, base);
-      if (round + 1 < rounds) FormScores(odd, q, round + 1, turn);
-      if (round < rounds) FormWeights(even, round, base);
+    for (; t + 2 * kSplit < item_.tiles; t += 2 * kSplit) {
+      FinishTile<true>(t, even, odd, q, turn, done);
+      FinishTile<true>(t + kSplit, odd, even, q, turn, done);
     }
-    if (rank_ == 0 && lane_ % 4 == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_ * 16 + lane_ / 4 + r * 8;
-        if (item_.head + row < a_.heads) a_.maxima[PartialOf(a_, item_, row)] = base[r];
-      }
+    if (t + kSplit < item_.tiles) {
+      FinishTile<true>(t, even, odd, q, turn, done);
+      FinishTile<false>(t + kSplit, odd, even, q, turn, done);
+    } else {
+      FinishTile<false>(t, even, odd, q, turn, done);
     }
   }
 
@@ -290,30 +278,13 @@ class SplitBlock {
     turn.Next();
   }
 
-  // This block's scores of a round, and sends their maxima.
-  __device__ __forceinline__ void FormScores(float (&scores)[kScores],
-                                             const uint32_t (&q)[kGroups * 4][4],
-                                             int round, KeyTurn& turn) {
-    const int t = round * kSplit + rank_;
-    if (t < item_.tiles) Multiply(scores, q, turn);
-    // Where there is no such tile, all of it is masked.
-    if (t >= item_.prefix) {
-      int left = item_.limit - item_.start - t * kTile;
-      asm volatile("" : "+r"(left));  // Rather than to keep the rest in a register.
-      Mask(scores, left - lane_ % 4 * 2);
-    }
-    float top[2];
-    FindMaxima(scores, a_.scale, top);
-    SendMaxima(top, round);
-  }
-
-  // S = Q K^T of the next tile. Gives buffers back as their products end.
+  // S = Q K^T of the next tile: begins a third of the products.
+  template <int third>
   __device__ __forceinline__ void Multiply(float (&s)[kScores],
                                            const uint32_t (&q)[kGroups * 4][4],
                                            KeyTurn& turn) {
-    KeyTurn done = turn;
 #pragma unroll
-    for (int place = 0; place < kGroups; ++place) {
+    for (int place = third * 3; place < third * 3 + 3; ++place) {
       WaitForPhase(KeysFull(turn), turn.phase);
       const Operand keys = Swizzled128(Keys(turn));
       WgmmaFence();
@@ -321,69 +292,53 @@ class SplitBlock {
       for (int k = 0; k < 4; ++k) {
         Wgmma(s, q[place * 4 + k], keys.At(k * 32), place + k > 0);
       }
-      WgmmaCommit();
       turn.Next();
-      if (place == 0) continue;
-      WgmmaWait<1>();
-      ReleaseKeys(done);
     }
-    WgmmaWait<0>();
+    WgmmaCommit();
+  }
+
+  // Waits until at most kPending thirds are under way, and gives back the keys of the
+  // one that has ended.
+  template <int kPending>
+  __device__ __forceinline__ void EndThird(KeyTurn& done) {
+    WgmmaWait<kPending>();
+    for (int i = 0; i < 3; ++i) ReleaseKeys(done);
+  }
+
+  // From the scores of tile t to weights, and sends them. Meanwhile the products of the
+  // block's next tile, if there is one; in code of its own, as the compiler waits for
+  // each product where a branch lies between them.
+  template <bool kMore>
+  __device__ __forceinline__ void FinishTile(int t, float (&s)[kScores],
+                                             float (&next)[kScores],
+                                             const uint32_t (&q)[kGroups * 4][4],
+                                             KeyTurn& turn, KeyTurn& done) {
+    EndThird<0>(done);
     KeepBehind(s);
-    ReleaseKeys(done);
-  }
-
-  // The 4 threads of a row have its maximum, and send it to a block each.
-  __device__ __forceinline__ void SendMaxima(const float (&top)[2], int round) {
-    const int place = round % kMaximaPlaces;
-    const uint32_t full = address_ + S::kMaximaFull + place * 8;
-    if (thread_ == 0) ArriveExpecting(full, kSplit * kRows * 4);
-    const uint32_t to = address_ + S::kMaxima +
-                        ((place * kSplit + rank_) * kRows + warp_ * 16 + lane_ / 4) * 4;
-#pragma unroll
-    for (int block = 0; block < kSplit; block += 4) {
-      Send(to, top[0], full, block + lane_ % 4);
-      Send(to + 8 * 4, top[1], full, block + lane_ % 4);
+    if (kMore) Multiply<0>(next, q, turn);
+    if (t >= item_.prefix) {
+      Mask(s, item_.limit - item_.start - t * kTile - lane_ % 4 * 2);
     }
-  }
-
-  // Sends the weights of this block's tile of a round, if there is one.
-  __device__ __forceinline__ void FormWeights(float (&scores)[kScores], int round,
-                                              float (&base)[2]) {
-    float factor[2], shift[2];
-    FollowRound(round, base, factor, shift);
-    if (round * kSplit + rank_ >= item_.tiles) return;
-    WaitForPhase(address_ + S::kOutgoingEmpty, round % 2 ^ 1);
+    float top[2];
+    FindReferences(s, a_.scale, top);
+    if (kMore) Multiply<1>(next, q, turn);
+    FormWeights(s, a_.scale, top);
+    if (kMore) {
+      EndThird<1>(done);
+      Multiply<2>(next, q, turn);
+    }
+    WaitForPhase(address_ + S::kOutgoingEmpty, t / kSplit % 2 ^ 1);
     char* message = shared_ + S::kOutgoing;
-    StoreWeights(scores, a_.scale, shift, message, thread_);
+    StoreWeights(s, message, thread_);
     if (lane_ % 4 == 0) {
-      float* factors = reinterpret_cast<float*>(message + Message::kFactors) +
-                       warp_ * 16 + lane_ / 4;
-      factors[0] = factor[0];
-      factors[8] = factor[1];
+      float* references = reinterpret_cast<float*>(message + Message::kReferences) +
+                          warp_ * 16 + lane_ / 4;
+      references[0] = top[0];
+      references[8] = top[1];
     }
     FenceForProducts();
     ArriveAsWarp(address_ + S::kOutgoingFull);
-  }
-
-  // Follows the round's maxima in order. `factor` and `shift` are this block's tile's.
-  __device__ __forceinline__ void FollowRound(int round, float (&base)[2],
-                                              float (&factor)[2], float (&shift)[2]) {
-    const int place = round % kMaximaPlaces;
-    WaitForPhase(address_ + S::kMaximaFull + place * 8, round / kMaximaPlaces % 2);
-    const float* maxima = reinterpret_cast<const float*>(shared_ + S::kMaxima) +
-                          place * kSplit * kRows + warp_ * 16 + lane_ / 4;
-#pragma unroll
-    for (int tile = 0; tile < kSplit; ++tile) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float f = Follow(base[r], maxima[tile * kRows + r * 8]);
-        if (tile == rank_) {
-          factor[r] = f;
-          shift[r] = ShiftOf(base[r]);
-        }
-      }
-    }
-    WaitForLoads(base);
+    if (kMore) EndThird<1>(done);
   }
 
   // ---- Values.
@@ -395,37 +350,37 @@ class SplitBlock {
       ArriveExpecting(address_ + S::kMessagesFull + thread_ * 8, Message::kBytes);
     }
     ValueTurn turn, done;
-    float out[kColumnGroups][32], sums[4] = {0.f, 0.f, 0.f, 0.f};
+    float out[kColumns / 2], sums[2] = {0.f, 0.f};
+    float base[2] = {-INFINITY, -INFINITY};
     uint32_t even[kKeySteps][4], odd[kKeySteps][4];
 #pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) out[j / 32][j % 32] = 0.f;
+    for (int j = 0; j < kColumns / 2; ++j) out[j] = 0.f;
     int t = 0;
 #pragma unroll 1
     for (; t + 2 <= item_.tiles; t += 2) {
-      AddTile(t, out, even, sums, turn, done);
-      AddTile(t + 1, out, odd, sums, turn, done);
+      AddTile(t, out, even, sums, base, turn, done);
+      AddTile(t + 1, out, odd, sums, base, turn, done);
     }
-    if (t < item_.tiles) AddTile(t, out, even, sums, turn, done);
-    EndProducts(out, sums);
-    Store(out, sums);
+    if (t < item_.tiles) AddTile(t, out, even, sums, base, turn, done);
+    EndProducts(out);
+    Store(out, sums, base);
   }
 
   // Starts O += P V of tile t, and gives back what the tile before has read.
-  __device__ __forceinline__ void AddTile(int t, float (&out)[kColumnGroups][32],
+  __device__ __forceinline__ void AddTile(int t, float (&out)[kColumns / 2],
                                           uint32_t (&weights)[kKeySteps][4],
-                                          float (&sums)[4], ValueTurn& turn,
-                                          ValueTurn& done) {
-    float factor[2];
-    TakeMessage(t, weights, factor);
+                                          float (&sums)[2], float (&base)[2],
+                                          ValueTurn& turn, ValueTurn& done) {
+    float top[2];
+    TakeMessage(t, weights, top);
+    const float factor[2] = {Follow(base[0], top[0]), Follow(base[1], top[1])};
+    ChangeReferences(weights, top, base);
     if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
-      EndProducts(out, sums);
+      EndProducts(out);
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j) {
-        float& x = out[j / 32][j % 32];
-        x = __fmul_rn(x, factor[RowOf(j)]);
+        out[j] = __fmul_rn(out[j], factor[RowOf(j)]);
       }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[j] = __fmul_rn(sums[j], factor[RowOf(j)]);
     }
     WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
     const Operand values = Swizzled128(
@@ -433,15 +388,11 @@ class SplitBlock {
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
-#pragma unroll
-      for (int g = 0; g < kColumnGroups; ++g) {
-        WgmmaByKey(out[g], weights[k], values.At(g * kGroupBytes + k * 16 * 128),
-                   true);
-      }
-      Wgmma(sums, weights[k], Unswizzled(address_ + S::kOnes), true);
+      WgmmaByKey(out, weights[k], values.At(k * 16 * 128), true);
     }
     WgmmaCommit();
     ReleaseMessage(t);
+    AddWeights(weights, factor, sums);
     turn.Next();
     if (t == 0) return;
     WgmmaWait<1>();
@@ -449,27 +400,26 @@ class SplitBlock {
     done.Next();
   }
 
-  __device__ __forceinline__ void EndProducts(float (&out)[kColumnGroups][32],
-                                              float (&sums)[4]) {
+  __device__ __forceinline__ void EndProducts(float (&out)[kColumns / 2]) {
     WgmmaWait<0>();
-    KeepBehind(sums);
-#pragma unroll
-    for (int g = 0; g < kColumnGroups; ++g) KeepBehind(out[g]);
+    KeepBehind(out);
   }
 
   __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
-                                              float (&factor)[2]) {
+                                              float (&top)[2]) {
     const int sender = t % kSplit;
     WaitForPhase(address_ + S::kMessagesFull + sender * 8, t / kSplit % 2);
     const char* message = shared_ + S::kMessages + sender * Message::kBytes;
     LoadWeights(message, thread_, weights);
-    const float* factors = reinterpret_cast<const float*>(message + Message::kFactors) +
-                           warp_ * 16 + lane_ / 4;
-    factor[0] = factors[0];
-    factor[1] = factors[8];
+    const float* references =
+        reinterpret_cast<const float*>(message + Message::kReferences) + warp_ * 16 +
+        lane_ / 4;
+    top[0] = references[0];
+    top[1] = references[8];
   }
 
-  // To be called once products have begun, and so have the message's weights.
+  // To be called once products with the message's weights have begun, so that those are
+  // in registers.
   __device__ __forceinline__ void ReleaseMessage(int t) {
     const int sender = t % kSplit;
     // The next one, before its sender may send it.
@@ -479,20 +429,25 @@ class SplitBlock {
     ArriveAsWarpAt(address_ + S::kTaken, sender);
   }
 
-  __device__ __forceinline__ void Store(const float (&out)[kColumnGroups][32],
-                                        const float (&sums)[4]) {
+  __device__ __forceinline__ void Store(const float (&out)[kColumns / 2],
+                                        const float (&sums)[2],
+                                        const float (&base)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const float sum = SumOfRow(sums[r]);
       const int row = warp_ * 16 + lane_ / 4 + r * 8;
       if (item_.head + row >= a_.heads) continue;
       const int64_t partial = PartialOf(a_, item_, row);
-      if (rank_ == 0 && lane_ % 4 == 0) a_.sums[partial] = sums[r * 2];
+      if (rank_ == 0 && lane_ % 4 == 0) {
+        a_.sums[partial] = sum;
+        a_.maxima[partial] = base[r];
+      }
       float* to =
           a_.accumulators + partial * kValues + rank_ * kColumns + lane_ % 4 * 2;
 #pragma unroll
       for (int c = 0; c < kColumns / 8; ++c) {
-        *reinterpret_cast<float2*>(to + c * 8) = make_float2(
-            out[c / 8][c % 8 * 4 + r * 2], out[c / 8][c % 8 * 4 + r * 2 + 1]);
+        *reinterpret_cast<float2*>(to + c * 8) =
+            make_float2(out[c * 4 + r * 2], out[c * 4 + r * 2 + 1]);
       }
     }
   }

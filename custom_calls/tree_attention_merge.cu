@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "tree_attention.h"
 
@@ -27,7 +28,12 @@ struct alignas(4 * kColumns) Columns {
   float x[kColumns];
 };
 
-// This lane's columns of kBatch chunks from `first` on, of those below `end`.
+template <int kColumns>
+using Vector = std::conditional_t<kColumns == 4, float4,
+                                  std::conditional_t<kColumns == 2, float2, float>>;
+
+// This lane's columns of kBatch chunks from `first` on, of those below `end`. As they
+// are read once, they are not to drive out of the L2 what is still to be read.
 template <int kColumns>
 __device__ __forceinline__ void Load(const TreeAttentionArgs& a,
                                      const float* accumulators, int first, int end,
@@ -36,7 +42,8 @@ __device__ __forceinline__ void Load(const TreeAttentionArgs& a,
   for (int u = 0; u < kBatch; ++u) {
     if (first + u >= end) continue;
     const float* from = accumulators + static_cast<int64_t>(first + u) * a.value_dim;
-    loaded[u] = *reinterpret_cast<const Columns<kColumns>*>(from);
+    const Vector<kColumns> v = __ldcs(reinterpret_cast<const Vector<kColumns>*>(from));
+    loaded[u] = *reinterpret_cast<const Columns<kColumns>*>(&v);
   }
 }
 

@@ -31,11 +31,6 @@ __device__ __forceinline__ Operand Swizzled128(uint32_t shared,
   return {(shared & 0x3ffff) >> 4 | column_stride >> 4 << 16, 1024 >> 4 | 1u << 30};
 }
 
-// The same for 8 rows of 32 bytes: two blocks of 8 rows by 16 bytes, one after the other.
-__device__ __forceinline__ Operand Unswizzled(uint32_t shared) {
-  return {(shared & 0x3ffff) >> 4 | 128 >> 4 << 16, 256 >> 4};
-}
-
 __device__ __forceinline__ void WgmmaFence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -57,36 +52,39 @@ __device__ __forceinline__ void KeepBehind(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The registers of d, as operands of an instruction and in its text.
 #define KDT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KDT_D16(i) KDT_D4(i), KDT_D4(i + 4), KDT_D4(i + 8), KDT_D4(i + 12)
+#define KDT_OF_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, " \
+  "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define KDT_OF_64 \
+  KDT_OF_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, " \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
 
 // d [64, 64] = a [64, 16] b [16, 64], or += where `add`; rows of k in either operand.
-__device__ __forceinline__ void Wgmma(float (&d)[32], Operand a, Operand b,
-                                      bool add) {
+__device__ __forceinline__ void Wgmma(float (&d)[32], Operand a, Operand b, bool add) {
   asm volatile(
       "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %36, 0;\n"
       "mov.b64 a, {%32, %33};\nmov.b64 b, {%34, %35};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
-      "%31}, "
-      "a, b, add, 1, 1, 0, 0;\n}"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" KDT_OF_32
+      "}, a, b, add, 1, 1, 0, 0;\n}"
       : KDT_D16(0), KDT_D16(16)
       : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(static_cast<int>(add)));
 }
 
 // The same with a in registers, in the fragments of mma.sync. They must stay until the
 // end of the product: neither the compiler nor the hardware sees to it.
-__device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4],
-                                      Operand b, bool add) {
+__device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4], Operand b,
+                                      bool add) {
   asm volatile(
       "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %38, 0;\n"
       "mov.b64 b, {%36, %37};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
-      "%31}, "
-      "{%32, %33, %34, %35}, b, add, 1, 1, 0;\n}"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" KDT_OF_32
+      "}, {%32, %33, %34, %35}, b, add, 1, 1, 0;\n}"
       : KDT_D16(0), KDT_D16(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
         "r"(static_cast<int>(add)));
@@ -98,31 +96,30 @@ __device__ __forceinline__ void WgmmaByKey(float (&d)[32], const uint32_t (&a)[4
   asm volatile(
       "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %38, 0;\n"
       "mov.b64 b, {%36, %37};\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
-      "%31}, "
-      "{%32, %33, %34, %35}, b, add, 1, 1, 1;\n}"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" KDT_OF_32
+      "}, {%32, %33, %34, %35}, b, add, 1, 1, 1;\n}"
       : KDT_D16(0), KDT_D16(16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
         "r"(static_cast<int>(add)));
 }
 
-// d [64, 8] likewise, with rows of k in either operand.
-__device__ __forceinline__ void Wgmma(float (&d)[4], const uint32_t (&a)[4], Operand b,
-                                      bool add) {
+// The same for d [64, 128] and b [16, 128].
+__device__ __forceinline__ void WgmmaByKey(float (&d)[64], const uint32_t (&a)[4],
+                                           Operand b, bool add) {
   asm volatile(
-      "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %10, 0;\n"
-      "mov.b64 b, {%8, %9};\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, b, add, 1, 1, 0;\n}"
-      : KDT_D4(0)
+      "{\n.reg .pred add;\n.reg .b64 b;\nsetp.ne.b32 add, %70, 0;\n"
+      "mov.b64 b, {%68, %69};\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KDT_OF_64
+      "}, {%64, %65, %66, %67}, b, add, 1, 1, 1;\n}"
+      : KDT_D16(0), KDT_D16(16), KDT_D16(32), KDT_D16(48)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high),
         "r"(static_cast<int>(add)));
 }
 
 #undef KDT_D4
 #undef KDT_D16
+#undef KDT_OF_32
+#undef KDT_OF_64
 
 template <int kRegisters>
 __device__ __forceinline__ void TakeRegisters() {
@@ -182,20 +179,6 @@ __device__ __forceinline__ void CopyBox5(uint32_t shared, const CUtensorMap* map
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared),
       "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier)
-      : "memory");
-}
-
-// Sends x to block `rank` of the cluster, to where this block has `shared`, and tells
-// its barrier that 4 bytes came.
-__device__ __forceinline__ void Send(uint32_t shared, float x, uint32_t barrier,
-                                     uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 to, told;\n"
-      "mapa.shared::cluster.u32 to, %0, %3;\n"
-      "mapa.shared::cluster.u32 told, %2, %3;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, "
-      "[told];\n}" ::"r"(shared),
-      "f"(x), "r"(barrier), "r"(rank)
       : "memory");
 }
 

@@ -386,9 +386,9 @@ def test_the_chunk_depends_on_the_longest_context_alone():
   assert sizes == [128, 128, 512, 1024]
   sizes = [
     _tree_attention_cuda.default_chunk_on_hopper(s)
-    for s in (1, 8191, 8192, 32768, 10**6)
+    for s in (1, 8191, 8192, 32768, 131072, 10**6, 2**31 - 1)
   ]
-  assert sizes == [576, 576, 1088, 2112, 2112]
+  assert sizes == [576, 576, 1088, 2112, 5504, 41728, 2**20]
   for positions in (1, 100, 4096, 10**5, 10**7):
     larger = _tree_attention_cuda.default_chunk_on_hopper(positions)
     assert larger >= _tree_attention_cuda.default_chunk(positions)
