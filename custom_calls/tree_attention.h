@@ -79,8 +79,8 @@ struct TreeAttentionArgs {
   // The kernel for Hopper takes larger chunks: positions per chunk, a multiple of 16,
   // at least `chunk`, so that the workspace is large enough.
   int chunk_on_hopper = 0;
-  // Blocks that share a chunk of 64 rows there: 1, 4, 8, or 0 to choose. It changes the
-  // speed, never a bit.
+  // Blocks that share a chunk of 64 rows there: 1, 2, 4, 8, or 0 to choose. It changes
+  // the speed, never a bit.
   int blocks_per_item = 0;
 };
 

@@ -92,9 +92,9 @@ ffi::Error TreeAttention(
   if (kernel < 0 || kernel > static_cast<int>(TreeAttentionKernel::kHopper)) {
     return refuse("kernel must be 0 (auto), 1 (portable) or 2 (hopper)");
   }
-  if (blocks_per_item != 0 && blocks_per_item != 1 && blocks_per_item != 4 &&
-      blocks_per_item != 8) {
-    return refuse("blocks_per_item must be 0, 1, 4 or 8");
+  if (blocks_per_item != 0 && blocks_per_item != 1 && blocks_per_item != 2 &&
+      blocks_per_item != 4 && blocks_per_item != 8) {
+    return refuse("blocks_per_item must be 0, 1, 2, 4 or 8");
   }
   if (C > kTreeAttentionMaxChunks) {
     return refuse("maxima has " + std::to_string(C) + " chunks; at most " +

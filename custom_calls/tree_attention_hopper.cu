@@ -39,9 +39,7 @@ __global__ void __launch_bounds__(hopper::kSplitThreads, 1)
 }
 
 KDT_HOPPER_SHARED_MEMORY(TreeAttentionHopperKernel, hopper::Shared::kBytes);
-KDT_HOPPER_SHARED_MEMORY(TreeAttentionHopperSplitKernel,
-                         std::max(hopper::SplitShared<4>::kBytes,
-                                  hopper::SplitShared<8>::kBytes));
+KDT_HOPPER_SHARED_MEMORY(TreeAttentionHopperSplitKernel, hopper::kSplitBytes);
 
 bool Encode(const void* data, uint32_t rank, const cuuint64_t* sizes,
             const cuuint64_t* strides, const cuuint32_t* box, CUtensorMap* map) {
@@ -110,19 +108,21 @@ cudaError_t LaunchItems(cudaStream_t stream, Params p, int first, int end, int b
   p.end = end;
   if (blocks == 8) return LaunchSplit<8>(stream, p, multiprocessors);
   if (blocks == 4) return LaunchSplit<4>(stream, p, multiprocessors);
+  if (blocks == 2) return LaunchSplit<2>(stream, p, multiprocessors);
   const int grid = std::min(end - first, multiprocessors);
   return Launch(stream, TreeAttentionHopperKernel, grid, 1, hopper::kThreads,
                 hopper::Shared::kBytes, p);
 }
 
-// How many blocks share an item, 1, 4 or 8, where there are fewer items than
-// multiprocessors. It changes the speed only: no bit depends on it.
+// How many blocks share an item, 1, 2, 4 or 8, where there are fewer items than
+// multiprocessors: so many that all run at once. It changes the speed only: no bit
+// depends on it.
 int BlocksPerItem(int items, int multiprocessors) {
   // A GPU's clusters lie in its groups of multiprocessors and leave some of these over:
-  // an H200 with its 132 runs 30 of 4 blocks at once, and 14 of 8.
+  // an H200 with its 132 runs 14 of 8 blocks at once, 30 of 4 and 66 of 2.
   if (items <= multiprocessors / 8 - 2) return 8;
-  // A cluster of 4 takes less than half of the time that a block takes.
-  return items <= 2 * std::max(1, multiprocessors / 4 - 3) ? 4 : 1;
+  if (items <= multiprocessors / 4 - 3) return 4;
+  return items <= multiprocessors / 2 ? 2 : 1;
 }
 
 }  // namespace

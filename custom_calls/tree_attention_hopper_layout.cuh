@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tree_attention.h"
@@ -58,7 +59,6 @@ static_assert(kWeightBytes <= kGroupBytes, "weights take the place of a group of
 // Of the kernel in tree_attention_hopper_split.cuh.
 constexpr int kSplitThreads = 384;
 constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
-constexpr int kValueStages = 5;  // of a block's columns of a tile
 
 // What the values' warps need of one tile.
 struct Message {
@@ -70,6 +70,7 @@ static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
 template <int kSplit>
 struct SplitShared {
   static constexpr int kColumnGroups = kValues / 64 / kSplit;  // of 64, a block's
+  static constexpr int kValueStages = kSplit == 2 ? 3 : 5;     // of these of a tile
   static constexpr int kValueBytes = kColumnGroups * kGroupBytes;
   static constexpr int kKeys = 0;
   static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
@@ -86,8 +87,9 @@ struct SplitShared {
   static constexpr int kBytes = kOutgoingEmpty + 8;
   static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
 };
-static_assert(SplitShared<4>::kBytes <= 232448 && SplitShared<8>::kBytes <= 232448,
-              "more than a block may have");
+constexpr int kSplitBytes =
+    std::max({SplitShared<2>::kBytes, SplitShared<4>::kBytes, SplitShared<8>::kBytes});
+static_assert(kSplitBytes <= 232448, "more than a block may have");
 
 // What the kernels need besides the arguments.
 struct Params {

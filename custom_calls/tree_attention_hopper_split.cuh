@@ -1,4 +1,4 @@
-// A cluster of c = 4 or 8 blocks for one row tile and one chunk, where there are too
+// A cluster of c = 2, 4 or 8 blocks for one row tile and one chunk, where there are too
 // few of them to fill the GPU. Block r forms the scores and weights of tiles r, r + c,
 // .. and sums the values of all tiles for its 512 / c columns. Three warpgroups:
 //
@@ -39,6 +39,12 @@ class SplitBlock {
   using S = SplitShared<kSplit>;
   static constexpr int kColumnGroups = S::kColumnGroups;
   static constexpr int kColumns = kColumnGroups * 64;
+  static constexpr int kValueStages = S::kValueStages;
+  // Columns are added in products of up to 128.
+  static constexpr int kParts = kColumns == 256 ? 2 : 1;
+  static constexpr int kResults = kColumns / 2 / kParts;  // a thread's, of a part
+  using Sums = float[kParts][kResults];
+  static constexpr bool kOneSet = kSplit == 2;  // of weights, see AddValues
   using KeyTurn = Turn<kKeyBuffers>;
   using ValueTurn = Turn<kValueStages>;
 
@@ -56,7 +62,8 @@ class SplitBlock {
   __device__ __forceinline__ void Run() {
     const int group = threadIdx.x / 128;
     if (group == 0) {
-      GiveRegisters<96>();  // To those of the scores. The values' keep their 168.
+      // Of 3 x 168. Those of the values keep theirs, unless they have many columns.
+      GiveRegisters<kSplit == 2 ? 80 : 96>();
       ForItems([&] {
         if (warp_ == 0) CopyKeys();
         if (warp_ == 1) CopyValues();
@@ -66,6 +73,7 @@ class SplitBlock {
       TakeRegisters<240>();
       ForItems([&] { Score(); });
     } else {
+      if (kSplit == 2) TakeRegisters<184>();
       ForItems([&] { AddValues(); });
     }
   }
@@ -344,30 +352,33 @@ class SplitBlock {
   // ---- Values.
 
   // Tiles in turn have one of two sets of registers for their weights: products read
-  // them until they end.
+  // them until they end. Where a block has half of the columns there are registers for
+  // one set only.
   __device__ __forceinline__ void AddValues() {
     if (thread_ < kSplit) {
       ArriveExpecting(address_ + S::kMessagesFull + thread_ * 8, Message::kBytes);
     }
     ValueTurn turn, done;
-    float out[kColumns / 2], sums[2] = {0.f, 0.f};
+    Sums out;
+    float sums[2] = {0.f, 0.f};
     float base[2] = {-INFINITY, -INFINITY};
     uint32_t even[kKeySteps][4], odd[kKeySteps][4];
 #pragma unroll
-    for (int j = 0; j < kColumns / 2; ++j) out[j] = 0.f;
+    for (int j = 0; j < kColumns / 2; ++j) out[j / kResults][j % kResults] = 0.f;
     int t = 0;
 #pragma unroll 1
     for (; t + 2 <= item_.tiles; t += 2) {
       AddTile(t, out, even, sums, base, turn, done);
-      AddTile(t + 1, out, odd, sums, base, turn, done);
+      AddTile(t + 1, out, kOneSet ? even : odd, sums, base, turn, done);
     }
     if (t < item_.tiles) AddTile(t, out, even, sums, base, turn, done);
-    EndProducts(out);
+    if (!kOneSet) EndProducts(out);
     Store(out, sums, base);
   }
 
-  // Starts O += P V of tile t, and gives back what the tile before has read.
-  __device__ __forceinline__ void AddTile(int t, float (&out)[kColumns / 2],
+  // Starts O += P V of tile t, and gives back what the tile before has read; with one
+  // set of weights, ends it.
+  __device__ __forceinline__ void AddTile(int t, Sums& out,
                                           uint32_t (&weights)[kKeySteps][4],
                                           float (&sums)[2], float (&base)[2],
                                           ValueTurn& turn, ValueTurn& done) {
@@ -376,10 +387,11 @@ class SplitBlock {
     const float factor[2] = {Follow(base[0], top[0]), Follow(base[1], top[1])};
     ChangeReferences(weights, top, base);
     if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
-      EndProducts(out);
+      if (!kOneSet) EndProducts(out);
 #pragma unroll
       for (int j = 0; j < kColumns / 2; ++j) {
-        out[j] = __fmul_rn(out[j], factor[RowOf(j)]);
+        float& x = out[j / kResults][j % kResults];
+        x = __fmul_rn(x, factor[RowOf(j)]);
       }
     }
     WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
@@ -388,21 +400,30 @@ class SplitBlock {
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
-      WgmmaByKey(out, weights[k], values.At(k * 16 * 128), true);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        WgmmaByKey(out[part], weights[k],
+                   values.At(part * 2 * kGroupBytes + k * 16 * 128), true);
+      }
     }
     WgmmaCommit();
     ReleaseMessage(t);
     AddWeights(weights, factor, sums);
     turn.Next();
-    if (t == 0) return;
-    WgmmaWait<1>();
+    if (kOneSet) {
+      EndProducts(out);
+    } else {
+      if (t == 0) return;
+      WgmmaWait<1>();
+    }
     ArriveAsWarp(address_ + S::kValuesEmpty + done.place * 8);
     done.Next();
   }
 
-  __device__ __forceinline__ void EndProducts(float (&out)[kColumns / 2]) {
+  __device__ __forceinline__ void EndProducts(Sums& out) {
     WgmmaWait<0>();
-    KeepBehind(out);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) KeepBehind(out[part]);
   }
 
   __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
@@ -429,7 +450,7 @@ class SplitBlock {
     ArriveAsWarpAt(address_ + S::kTaken, sender);
   }
 
-  __device__ __forceinline__ void Store(const float (&out)[kColumns / 2],
+  __device__ __forceinline__ void Store(const Sums& out,
                                         const float (&sums)[2],
                                         const float (&base)[2]) {
 #pragma unroll
@@ -447,7 +468,8 @@ class SplitBlock {
 #pragma unroll
       for (int c = 0; c < kColumns / 8; ++c) {
         *reinterpret_cast<float2*>(to + c * 8) =
-            make_float2(out[c * 4 + r * 2], out[c * 4 + r * 2 + 1]);
+            make_float2(out[c * 4 / kResults][c * 4 % kResults + r * 2],
+                        out[c * 4 / kResults][c * 4 % kResults + r * 2 + 1]);
       }
     }
   }

@@ -32,8 +32,8 @@ Runs the CUDA kernels on the golden cases of KDTR files, which
                    compute-sanitizer also finds reads out of bounds
   --attention=KERNEL
                    run cases of tree_attention on its kernel KERNEL, portable or hopper
-                   (sm_90a), where that takes them; hopper-1, hopper-4 and hopper-8 with
-                   so many blocks to a chunk
+                   (sm_90a), where that takes them; hopper-1, hopper-2, hopper-4 and
+                   hopper-8 with so many blocks to a chunk
   --dry_run        read and check the cases, launch nothing; needs no GPU
   --list           check the files and print their tensor tables; needs no GPU
   --quiet          with --list: only one line per file

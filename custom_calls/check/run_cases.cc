@@ -196,7 +196,7 @@ int RunCases(const std::vector<std::string>& paths, const CheckOptions& options)
   if (!ChooseAttentionKernel(options.attention)) {
     std::fprintf(stderr,
                  "kdtr_check: --attention=%s: must be portable, hopper, hopper-1, "
-                 "hopper-4 or hopper-8\n",
+                 "hopper-2, hopper-4 or hopper-8\n",
                  options.attention.c_str());
     return 2;
   }

@@ -15,7 +15,7 @@ int blocks_per_item = 0;
 
 bool ChooseAttentionKernel(const std::string& name) {
   if (name.empty()) return true;
-  for (const int blocks : {1, 4, 8}) {
+  for (const int blocks : {1, 2, 4, 8}) {
     if (name == "hopper-" + std::to_string(blocks)) blocks_per_item = blocks;
   }
   if (name == "hopper" || blocks_per_item != 0) {

@@ -53,17 +53,14 @@ def default_chunk_on_hopper(positions: int) -> int:
 
   An 8th of the positions, rounded down to a power of two, but 512 at least and 2,048 at
   most; and 64 more, so that a tree beyond a context of a power of two begins no further
-  chunk. From some 50,000 positions on it is as long as makes 24 chunks, whose clusters
-  of four blocks run all at once for one row. Larger ones save many rows a part of the
-  merge, but leave one row too few blocks, and 24 rows a last wave of blocks that is
-  half empty.
+  chunk. Larger ones save many rows a part of the merge, but leave one row too few
+  blocks, most of all where the context is far shorter than the longest.
 
   Args:
     positions: the most that a cache may have, at least 1.
   """
   power = 1 << max(positions // 8, 1).bit_length() - 1
-  of_24 = -(-(positions + MAX_NODES) // (24 * 64)) * 64
-  return max(max(512, min(2048, power)) + 64, min(of_24, MAX_CHUNK))
+  return max(512, min(2048, power)) + 64
 
 
 def kernel_obstacle(dtype: Any, width: int, value_dim: int, scale: float) -> str | None:
@@ -184,8 +181,8 @@ def attend(
   """As `tree_attention`, with the cache [layers, B, S, W] and all arguments checked.
 
   `chunk_on_hopper` is the chunk of the kernel for Hopper, at least `chunk`.
-  `rows_per_block` (portable kernel) 16, 32, 64, and `blocks_per_item` (Hopper) 1, 4,
-  8, or 0 for the launcher's choice, are for tests: no bit of the result depends on
+  `rows_per_block` (portable kernel) 16, 32, 64, and `blocks_per_item` (Hopper) 1, 2,
+  4, 8, or 0 for the launcher's choice, are for tests: no bit of the result depends on
   them.
   """
   B, N, H, W = q.shape

@@ -277,7 +277,7 @@ def test_all_cases_fit_their_drivers(full: Path, tmp_path: Path):
 
 def test_the_kernel_of_attention_has_a_name(full: Path, tmp_path: Path):
   golden.write_golden(tmp_path / "x.kdtr", CASES, seed=0)
-  for name in ("portable", "hopper", "hopper-1", "hopper-4", "hopper-8"):
+  for name in ("portable", "hopper", "hopper-1", "hopper-2", "hopper-4", "hopper-8"):
     done = checker.run(full, "--dry_run", f"--attention={name}", "x.kdtr", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
   for name in ("hopper-2", "hopper-", "auto"):

@@ -203,7 +203,7 @@ def test_what_is_updated_in_place_must_be_one_buffer(case: str) -> None:
     ("tree_attention", {"kernel": 3}, "kernel must be 0 .auto., 1 .portable. or 2"),
     ("tree_attention", {"kernel": -1}, "kernel must be 0"),
     ("tree_attention", {"kernel": 2}, "the kernel for Hopper takes bfloat16, W = 576"),
-    ("tree_attention", {"blocks_per_item": 2}, "blocks_per_item must be 0, 1, 4 or"),
+    ("tree_attention", {"blocks_per_item": 3}, "blocks_per_item must be 0, 1, 2,"),
     ("tree_attention", {"rows_per_block": 8}, "rows_per_block must be 0, 16, 32 or"),
   ],
 )

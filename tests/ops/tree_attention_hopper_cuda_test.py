@@ -29,13 +29,13 @@ from tests.ops.tree_attention_cases import (
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [48, 128, 1024, 4096])
 @pytest.mark.parametrize(
-  "shape", [(64, 1), (64, 5), (64, 6), (128, 3), (24, 2)], ids=str
+  "shape", [(64, 1), (64, 5), (64, 6), (64, 10), (128, 3), (24, 2)], ids=str
 )
 def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
   """Of the kernel for Hopper: many rounds, odd numbers of tiles, of pairs of blocks.
 
-  With 5 and 6 nodes and chunks of 128 there are more chunks than an H200's
-  multiprocessors, and some are left over, which clusters of 8 and of 4 share.
+  With 5, 6 and 10 nodes and chunks of 128 there are more chunks than an H200 has
+  multiprocessors, and some are left over, which clusters of 8, 2 and 4 share.
   """
   H, N = shape
   base = make_case((H, N, 576, 512), "hopper")
@@ -47,7 +47,7 @@ def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
   whole = launched(case, blocks_per_item=1)
   assert_within_bound(case, whole)
   assert_same_bits(whole, case.run())
-  for blocks in (4, 8):
+  for blocks in (2, 4, 8):
     for _ in range(3):
       after = launched(case, blocks_per_item=blocks)
       assert_same_bits(whole, after, f"{blocks} blocks")
