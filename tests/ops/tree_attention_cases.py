@@ -13,7 +13,7 @@ import pytest
 
 from kdtree_jax import ops, reference
 from kdtree_jax.ops import _tree_attention_cuda
-from tests.ops.custom_calls import cuda_text
+from tests.ops.custom_calls import cuda_text, need_library
 from tests.tree.random_trees import random_tree
 
 S = 384
@@ -216,6 +216,7 @@ def committed(case: Case, b: int, node: int, count: int) -> dict[str, Any]:
 
 def launched(case: Case, **how: int) -> np.ndarray:
   """[B, N, H, R] of the case with settings of the launcher that change no bit."""
+  need_library()  # And so its handlers are registered.
   run = functools.partial(
     _tree_attention_cuda.attend,
     **case.settings(),
