@@ -5,7 +5,7 @@
 // A tile's weights are powers of 2 of its scores less a reference of its own, the row's
 // maximum rounded up: they need nothing of other tiles. Who adds values keeps another one
 // for all that the row has summed. As both are whole numbers, weights go from one to the
-// other, and sums to a new one, by exact products with powers of 2.
+// other, and sums to a new one, by products with powers of 2, exact but below 2**-126.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_SOFTMAX_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_SOFTMAX_CUH_
