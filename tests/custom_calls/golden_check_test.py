@@ -280,7 +280,7 @@ def test_the_kernel_of_attention_has_a_name(full: Path, tmp_path: Path):
   for name in ("portable", "hopper", "hopper-1", "hopper-2", "hopper-4", "hopper-8"):
     done = checker.run(full, "--dry_run", f"--attention={name}", "x.kdtr", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-  for name in ("hopper-2", "hopper-", "auto"):
+  for name in ("hopper-3", "hopper-", "auto"):
     done = checker.run(full, "--dry_run", f"--attention={name}", "x.kdtr", cwd=tmp_path)
     assert done.returncode == 2 and "or hopper-8" in done.stderr
 
