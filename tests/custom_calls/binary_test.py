@@ -151,9 +151,9 @@ def test_code_for_sm_120_has_no_instruction_of_another_family() -> None:
 
 
 def test_no_arrival_passes_loads_under_way() -> None:
-  """An arrival at a barrier that lets others overwrite what was loaded.
+  """At a barrier, of a cluster too, after which others may overwrite what was loaded.
 
-  It does not wait for loads from shared memory before it; see `WaitForLoads` in
+  An arrival does not wait for loads from shared memory before it; see `WaitForLoads` in
   custom_calls/mma.cuh. compute-sanitizer does not find where it should.
   """
   for architecture in _library.build_info().architectures:
@@ -184,9 +184,10 @@ def loads_at_arrivals(text: str) -> Iterator[tuple[str, list[str]]]:
       control = int(match[1], 16) >> 41
       for counter in [c for c in loads if control >> 11 >> c & 1]:
         del loads[counter]
-      if re.search(r"\bLDSM?\b", instruction) and (control >> 5 & 7) < 7:
+      # Of a block's own shared memory, and of another's.
+      if re.search(r"\b(LDS|LDSM|LD)\b", instruction) and (control >> 5 & 7) < 7:
         loads[control >> 5 & 7] = instruction
-      if "SYNCS.ARRIVE" in instruction:
+      if re.search(r"SYNCS\.ARRIVE|CGABAR_ARV", instruction):
         yield symbol, list(loads.values())
       if re.match(r"(BRA|EXIT|RET)\b", instruction):
         loads.clear()  # What follows is reached from elsewhere.
