@@ -40,7 +40,7 @@ constexpr int kHopperValueDim = 512;
 constexpr int kHopperRows = 64;  // heads of one node to a block
 
 // Its blocks that share a chunk send each other weights by way of memory: two messages
-// each, of 64 rows and 64 keys, and a factor per row. So many blocks run at most.
+// each, of 64 rows and 64 keys, and a reference per row. So many blocks run at most.
 constexpr int kHopperSplitBlocks = 256;
 constexpr int kHopperMessageBytes = 64 * 64 * 2 + 64 * 4;
 constexpr int64_t kHopperMessagesBytes =
@@ -57,7 +57,9 @@ struct TreeAttentionArgs {
   const int32_t* lengths;    // [B]
   void* out;                 // [B, N, H, R]
   float* accumulators;       // [B, N * H, C, R] workspace
-  float* maxima;             // [B, N * H, C] workspace, in units of log2
+  // [B, N * H, C] workspace, in units of log2; of the kernel for Hopper, what its rows'
+  // weights refer to: whole numbers close to the maxima.
+  float* maxima;
   float* sums;               // [B, N * H, C] workspace
   // [kHopperMessagesBytes] workspace, for the kernel for Hopper alone.
   void* messages;

@@ -18,7 +18,8 @@
 //
 // A place is full after one arrival and the bytes that were announced, and empty after
 // kReaders arrivals. Who waits for a phase must know that the one before has ended, or
-// would take that before it for it: all here wait for all phases.
+// would take that before it for it: all here wait for all phases, or for others that
+// end later.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_BLOCK_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_BLOCK_CUH_
@@ -202,7 +203,7 @@ class Block {
           Multiply<which>(s, phase, copies, t, batch, start + t * kTile, row,
                           queries_phase);
         } else {
-          Skip<which>(phase, t, row, queries_phase);
+          Skip<which>(phase, t, queries_phase);
         }
         if (t + 2 >= rounds) ArriveAsWarp(kShared + Shared::kQueriesEmpty);
         if (thread_ == 0) {
@@ -228,8 +229,7 @@ class Block {
 
   // An empty tile.
   template <int which>
-  __device__ __forceinline__ void Skip(int phase, int t, int row, int queries_phase) {
-    if (t == 0 && thread_ == 0) CopyQueries(row, queries_phase);
+  __device__ __forceinline__ void Skip(int phase, int t, int queries_phase) {
     if (t < 2) WaitForPhase(kShared + Shared::kQueriesFull, queries_phase);
     for (int piece = 0; piece < kPieces; ++piece) {
       WaitForPhase(Full(which, piece), phase);
@@ -310,6 +310,7 @@ class Block {
     const int flags = ToldOf(number)->flags;
     if (flags & kEnd) return false;
     if (flags & kSkip) {
+      __syncwarp();
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) Release(which, piece);
     } else {
@@ -372,6 +373,7 @@ class Block {
     Release(which, 4);
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) KeepBehind(out[pair]);
+    KeepUntilHere(weights);
   }
 
   template <int half>

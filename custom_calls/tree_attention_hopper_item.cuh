@@ -19,7 +19,7 @@ struct Item {
   int start, length;
   int limit;   // first position that the node does not see, or that is another chunk's
   int prefix;  // tiles wholly below the length
-  int tiles;   // none where there is no such node, or it does not reach the chunk
+  int tiles;   // none where the node does not reach the chunk
 };
 
 __device__ __forceinline__ Item FindItem(const Params& p, int i) {
@@ -32,49 +32,55 @@ __device__ __forceinline__ Item FindItem(const Params& p, int i) {
   item.length = min(max(a.lengths[item.batch], 0), a.capacity);
   const int end = item.start + a.chunk;
   item.prefix = max(0, min(end, item.length) - item.start) / kTile;
-  const int node = row_tile / p.row_tiles;
-  item.limit = 0;
-  if (node < a.nodes) {
-    const int depth = a.depths[item.batch * a.nodes + node];
-    item.limit = min(end, item.length + min(max(depth, 0), a.max_ancestors - 1) + 1);
-  }
+  item.node = row_tile / p.row_tiles;
+  const int depth = a.depths[item.batch * a.nodes + item.node];
+  item.limit = min(end, item.length + min(max(depth, 0), a.max_ancestors - 1) + 1);
   item.tiles = max(0, item.limit - item.start + kTile - 1) / kTile;
-  item.node = min(node, a.nodes - 1);
   item.head = row_tile % p.row_tiles * kRows;
   return item;
 }
 
-// The items of blocks that share none. Blocks take them in turn. With one sequence,
-// those of a last chunk that is hardly begun come after all others and go to the blocks
-// that have had one less.
+// The items of blocks that share none. Blocks take them in turn. With one sequence, those
+// of a last chunk that is less than half begun come after all others and go to the blocks
+// that have had one less, if these can take all while the others work on theirs.
 class Items {
  public:
   __device__ __forceinline__ explicit Items(const Params& p) : p_(p) {}
 
   __device__ __forceinline__ int First() const {
-    const int full = Full(), block = blockIdx.x;
-    return block < full ? block : FirstOfRest(full);
+    return p_.first + Ordinal(blockIdx.x);
   }
 
+  // p_.end or more where there is none.
   __device__ __forceinline__ int Next(int i) const {
-    const int full = Full(), blocks = gridDim.x;
-    if (i >= full) return i + blocks - full % blocks;
-    return i + blocks < full ? i + blocks : FirstOfRest(full);
+    const int full = Full(), blocks = gridDim.x, at = i - p_.first;
+    if (at >= full) return i + blocks - full % blocks;
+    return p_.first + Ordinal(at + blocks);
   }
 
  private:
-  __device__ __forceinline__ int Full() const {
-    const TreeAttentionArgs& a = p_.args;
-    if (a.batch > 1) return p_.end;
-    const int length = min(max(a.lengths[0], 0), a.capacity);
-    const int chunks = min(a.chunks, (length + a.chunk / 2) / a.chunk);
-    return min(p_.end, chunks * a.nodes * p_.row_tiles);
+  // Of a block's item at place `at` of all in turn.
+  __device__ __forceinline__ int Ordinal(int at) const {
+    const int full = Full(), blocks = gridDim.x;
+    if (at < full) return at;
+    const int idle_from = full % blocks, block = blockIdx.x;
+    return block < idle_from ? p_.end - p_.first : full + block - idle_from;
   }
 
-  __device__ __forceinline__ int FirstOfRest(int full) const {
-    const int block = blockIdx.x, blocks = gridDim.x;
-    const int idle_from = full % blocks;
-    return block < idle_from ? p_.end : full + block - idle_from;
+  // How many come before the last chunk's: all, where these are not kept for last.
+  __device__ __forceinline__ int Full() const {
+    const TreeAttentionArgs& a = p_.args;
+    const int items = p_.end - p_.first;
+    if (a.batch > 1 || p_.first > 0) return items;
+    const int length = min(max(a.lengths[0], 0), a.capacity);
+    const int chunks = (length + a.chunk / 2) / a.chunk;
+    const int of_chunk = a.nodes * p_.row_tiles, full = chunks * of_chunk;
+    if (full >= items) return items;
+    const int rest = min(of_chunk, items - full), idle = gridDim.x - full % gridDim.x;
+    // An item takes as long as two tiles more.
+    const int positions =
+        max(length - chunks * a.chunk, 0) + a.max_ancestors + 2 * kTile;
+    return rest <= idle * max(a.chunk / positions, 1) ? full : items;
   }
 
   const Params& p_;

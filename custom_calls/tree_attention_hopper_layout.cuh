@@ -35,7 +35,9 @@ constexpr int kReservedShared = 1024;
 constexpr int kThreads = 512;
 constexpr int kTileBytes = kGroups * kGroupBytes;
 constexpr int kPieces = 5;     // of a tile: a group, and four pairs of groups
-constexpr int kToldTiles = 8;  // see Block::Told
+// Of Block::Told: a tile's is read after its place was given back, and one is in either
+// place then.
+constexpr int kToldTiles = 8;
 __host__ __device__ constexpr int PlaceOfPiece(int piece) {
   return piece == 0 ? 0 : piece * 2 - 1;
 }

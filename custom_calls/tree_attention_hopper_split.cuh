@@ -15,8 +15,8 @@
 // all blocks, took the last ones. By then each block expects the next. On their way they
 // have two places in memory.
 //
-// Bytes may come before their barrier expects them, but its phase does not end without
-// that arrival, which the block itself makes after all its warps saw the last one end.
+// An item's first weights may come before their barrier expects them, but its phase does
+// not end without that arrival. The next ones wait for all warps to have taken the last.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
@@ -323,6 +323,7 @@ class SplitBlock {
                                              KeyTurn& turn, KeyTurn& done) {
     EndThird<0>(done);
     KeepBehind(s);
+    KeepUntilHere(q);
     if (kMore) Multiply<0>(next, q, turn);
     if (t >= item_.prefix) {
       Mask(s, item_.limit - item_.start - t * kTile - lane_ % 4 * 2);
@@ -362,24 +363,29 @@ class SplitBlock {
     Sums out;
     float sums[2] = {0.f, 0.f};
     float base[2] = {-INFINITY, -INFINITY};
-    uint32_t even[kKeySteps][4], odd[kKeySteps][4];
+    uint32_t even[kKeySteps][4], odd[kKeySteps][4] = {};
 #pragma unroll
     for (int j = 0; j < kColumns / 2; ++j) out[j / kResults][j % kResults] = 0.f;
     int t = 0;
 #pragma unroll 1
     for (; t + 2 <= item_.tiles; t += 2) {
-      AddTile(t, out, even, sums, base, turn, done);
-      AddTile(t + 1, out, kOneSet ? even : odd, sums, base, turn, done);
+      AddTile(t, out, even, odd, sums, base, turn, done);
+      AddTile(t + 1, out, kOneSet ? even : odd, even, sums, base, turn, done);
     }
-    if (t < item_.tiles) AddTile(t, out, even, sums, base, turn, done);
-    if (!kOneSet) EndProducts(out);
+    if (t < item_.tiles) AddTile(t, out, even, odd, sums, base, turn, done);
+    if (!kOneSet) {
+      EndProducts(out);
+      KeepUntilHere(even);
+      KeepUntilHere(odd);
+    }
     Store(out, sums, base);
   }
 
-  // Starts O += P V of tile t, and gives back what the tile before has read; with one
-  // set of weights, ends it.
+  // Starts O += P V of tile t, and gives back what the tile before has read, whose
+  // weights are `last`; with one set of weights, ends it.
   __device__ __forceinline__ void AddTile(int t, Sums& out,
                                           uint32_t (&weights)[kKeySteps][4],
+                                          const uint32_t (&last)[kKeySteps][4],
                                           float (&sums)[2], float (&base)[2],
                                           ValueTurn& turn, ValueTurn& done) {
     float top[2];
@@ -412,9 +418,11 @@ class SplitBlock {
     turn.Next();
     if (kOneSet) {
       EndProducts(out);
+      KeepUntilHere(weights);
     } else {
       if (t == 0) return;
       WgmmaWait<1>();
+      KeepUntilHere(last);
     }
     ArriveAsWarp(address_ + S::kValuesEmpty + done.place * 8);
     done.Next();

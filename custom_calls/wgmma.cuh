@@ -52,6 +52,16 @@ __device__ __forceinline__ void KeepBehind(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// First operands in registers, to stand after a wait for the products that read them:
+// nothing else comes into these registers before it.
+template <int kCount>
+__device__ __forceinline__ void KeepUntilHere(const uint32_t (&a)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" ::"r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]) : "memory");
+  }
+}
+
 // The registers of d, as operands of an instruction and in its text.
 #define KDT_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KDT_D16(i) KDT_D4(i), KDT_D4(i + 4), KDT_D4(i + 8), KDT_D4(i + 12)
@@ -77,7 +87,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[32], Operand a, Operand b, bool
 }
 
 // The same with a in registers, in the fragments of mma.sync. They must stay until the
-// end of the product: neither the compiler nor the hardware sees to it.
+// end of the product, which neither the compiler nor the hardware sees to: KeepUntilHere.
 __device__ __forceinline__ void Wgmma(float (&d)[32], const uint32_t (&a)[4], Operand b,
                                       bool add) {
   asm volatile(

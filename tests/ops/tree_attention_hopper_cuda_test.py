@@ -54,6 +54,22 @@ def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [8, 1032, 2056, 2100, 2560])
+def test_one_sequence_whose_last_chunk_is_hardly_begun(length):
+  """Its blocks take that chunk last, or in turn; beyond 132 blocks for 40 nodes."""
+  base = make_case((64, 40, 576, 512), "hopper")
+  cache = np.random.default_rng(length).normal(size=(1, 2600, 576))
+  cache[:, length:] = np.nan
+  one = {k: v[:1] for k, v in base.arrays().items()}
+  one |= {"cache": as_dtype(cache, "hopper"), "lengths": np.array([length], np.int32)}
+  case = dataclasses.replace(base, **one, chunk=512)
+  whole = launched(case, blocks_per_item=1)
+  assert_within_bound(case, whole)
+  assert_same_bits(whole, launched(case, blocks_per_item=2))
+  assert_same_bits(whole, case.run())
+
+
+@pytest.mark.gpu
 def test_the_kernel_for_hopper_is_chosen_where_its_blocks_are_full():
   """Then "auto" has its bits, and where heads are few the portable kernel's."""
   for heads, kernel in ((64, "hopper"), (8, "portable")):
