@@ -109,6 +109,10 @@ class Block {
     return reinterpret_cast<Told*>(shared_ + Shared::kTold) + number % kToldTiles;
   }
 
+  __device__ __forceinline__ char* References(int which) const {
+    return shared_ + Shared::kReferences + which * kRows * 4;
+  }
+
   // Row `row` of a tile in the workspace, counted in chunks.
   __device__ __forceinline__ int64_t PartialOf(const Told& tile, int row) const {
     return static_cast<int64_t>(tile.row + row) * a_.chunks + tile.place / 128;
@@ -281,11 +285,7 @@ class Block {
     float top[2];
     FindReferences(s, a_.scale, top);
     FormWeights(s, a_.scale, top);
-    // The 4 threads of a row have the same.
-    float* references = reinterpret_cast<float*>(shared_ + Shared::kReferences) +
-                        which * kRows + warp_ * 16 + lane_ / 4;
-    references[0] = top[0];
-    references[8] = top[1];
+    StoreReferences(top, References(which), thread_);
     // No warp reads the keys any more that the weights replace.
     WarpsSync(1 + which, 128);
     StoreWeights(s, shared_ + which * kTileBytes, thread_);
@@ -330,10 +330,8 @@ class Block {
   template <int half, int which>
   __device__ __forceinline__ void AddTile(float (&out)[2][64], float (&sums)[2],
                                           float (&base)[2], bool add) {
-    const float* references =
-        reinterpret_cast<const float*>(shared_ + Shared::kReferences) + which * kRows +
-        warp_ * 16 + lane_ / 4;
-    const float top[2] = {references[0], references[8]};
+    float top[2];
+    LoadReferences(References(which), thread_, top);
     uint32_t weights[kKeySteps][4];
     LoadWeights(shared_ + which * kTileBytes, thread_, weights);
     if (!add) {

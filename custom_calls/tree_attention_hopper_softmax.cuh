@@ -148,6 +148,22 @@ __device__ __forceinline__ float SumOfRow(float sum) {
   return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
 }
 
+// The rows' references, beside the weights. The 4 threads of a row have the same.
+__device__ __forceinline__ void StoreReferences(const float (&top)[2], char* to,
+                                                int thread) {
+  float* references = reinterpret_cast<float*>(to) + thread / 32 * 16 + thread % 32 / 4;
+  references[0] = top[0];
+  references[8] = top[1];
+}
+
+__device__ __forceinline__ void LoadReferences(const char* from, int thread,
+                                               float (&top)[2]) {
+  const float* references =
+      reinterpret_cast<const float*>(from) + thread / 32 * 16 + thread % 32 / 4;
+  top[0] = references[0];
+  top[1] = references[8];
+}
+
 __device__ __forceinline__ void LoadWeights(const char* from, int thread,
                                             uint32_t (&weights)[kKeySteps][4]) {
 #pragma unroll

@@ -339,12 +339,7 @@ class SplitBlock {
     WaitForPhase(address_ + S::kOutgoingEmpty, t / kSplit % 2 ^ 1);
     char* message = shared_ + S::kOutgoing;
     StoreWeights(s, message, thread_);
-    if (lane_ % 4 == 0) {
-      float* references = reinterpret_cast<float*>(message + Message::kReferences) +
-                          warp_ * 16 + lane_ / 4;
-      references[0] = top[0];
-      references[8] = top[1];
-    }
+    StoreReferences(top, message + Message::kReferences, thread_);
     FenceForProducts();
     ArriveAsWarp(address_ + S::kOutgoingFull);
     if (kMore) EndThird<1>(done);
@@ -440,11 +435,7 @@ class SplitBlock {
     WaitForPhase(address_ + S::kMessagesFull + sender * 8, t / kSplit % 2);
     const char* message = shared_ + S::kMessages + sender * Message::kBytes;
     LoadWeights(message, thread_, weights);
-    const float* references =
-        reinterpret_cast<const float*>(message + Message::kReferences) + warp_ * 16 +
-        lane_ / 4;
-    top[0] = references[0];
-    top[1] = references[8];
+    LoadReferences(message + Message::kReferences, thread_, top);
   }
 
   // To be called once products with the message's weights have begun, so that those are

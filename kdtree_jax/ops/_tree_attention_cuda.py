@@ -52,9 +52,9 @@ def default_chunk_on_hopper(positions: int) -> int:
   """The same for the kernel for Hopper, whose blocks share a chunk where rows are few.
 
   An 8th of the positions, rounded down to a power of two, but 512 at least and 2,048 at
-  most; and 64 more, so that a tree beyond a context of a power of two begins no further
-  chunk. Larger ones save many rows a part of the merge, but leave one row too few
-  blocks, most of all where the context is far shorter than the longest.
+  most; and 64 more, so that a tree beyond a context of a power of two, up to 32,768,
+  begins no further chunk. Larger ones save many rows a part of the merge, but leave one
+  row too few blocks, most of all where the context is far shorter than the longest.
 
   Args:
     positions: the most that a cache may have, at least 1.

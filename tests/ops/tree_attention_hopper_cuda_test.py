@@ -54,9 +54,9 @@ def test_the_blocks_that_share_a_chunk_do_not_matter(shape, chunk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [8, 1032, 2056, 2100, 2560])
+@pytest.mark.parametrize("length", [8, 1032, 1544, 2056, 2100, 2560])
 def test_one_sequence_whose_last_chunk_is_hardly_begun(length):
-  """Its blocks take that chunk last, or in turn; beyond 132 blocks for 40 nodes."""
+  """More items than multiprocessors; that chunk's come last, or in turn (1,544)."""
   base = make_case((64, 40, 576, 512), "hopper")
   cache = np.random.default_rng(length).normal(size=(1, 2600, 576))
   cache[:, length:] = np.nan
