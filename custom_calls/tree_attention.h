@@ -39,12 +39,12 @@ constexpr int kHopperWidth = 576;
 constexpr int kHopperValueDim = 512;
 constexpr int kHopperRows = 64;  // heads of one node to a block
 
-// Its blocks that share a chunk send each other weights by way of memory: two messages
+// Its blocks that share a chunk send each other weights by way of memory: a message
 // each, of 64 rows and 64 keys, and a reference per row. So many blocks run at most.
 constexpr int kHopperSplitBlocks = 256;
 constexpr int kHopperMessageBytes = 64 * 64 * 2 + 64 * 4;
 constexpr int64_t kHopperMessagesBytes =
-    int64_t{kHopperSplitBlocks} * 2 * kHopperMessageBytes;
+    int64_t{kHopperSplitBlocks} * kHopperMessageBytes;
 
 // B sequences, N nodes, H heads, W key width, R value width, S cache positions,
 // A ancestors a node may have (itself included), C = ceil(S + A, chunk) chunks.

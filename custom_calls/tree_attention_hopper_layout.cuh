@@ -60,7 +60,6 @@ static_assert(kWeightBytes <= kGroupBytes, "weights take the place of a group of
 
 // Of the kernel in tree_attention_hopper_split.cuh.
 constexpr int kSplitThreads = 384;
-constexpr int kKeyBuffers = 12;  // of a tile's groups: a tile and a third
 
 // What the values' warps need of one tile.
 struct Message {
@@ -72,21 +71,26 @@ static_assert(Message::kBytes == kHopperMessageBytes, "the workspace's size");
 template <int kSplit>
 struct SplitShared {
   static constexpr int kColumnGroups = kValues / 64 / kSplit;  // of 64, a block's
-  static constexpr int kValueStages = kSplit == 2 ? 3 : 5;     // of these of a tile
+  // With half of the columns, scores take these of the block's tiles' keys from where
+  // their values lie.
+  static constexpr bool kKeysAreValues = kSplit == 2;
+  static constexpr int kKeyGroups = kKeysAreValues ? kGroups - kColumnGroups : kGroups;
+  static constexpr int kKeyBuffers = kKeysAreValues ? 8 : 12;  // of a group each
+  static constexpr int kValueStages = kSplit == 2 ? 4 : kSplit == 4 ? 6 : 5;  // of a tile
+  static constexpr int kSlots = kSplit == 2 ? 2 : 1;  // for a block's weights
   static constexpr int kValueBytes = kColumnGroups * kGroupBytes;
   static constexpr int kKeys = 0;
   static constexpr int kTheValues = kKeys + kKeyBuffers * kGroupBytes;
-  static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;  // [sender]
-  static constexpr int kOutgoing = kMessages + kSplit * Message::kBytes;
-  static constexpr int kKeysFull = kOutgoing + Message::kBytes;
+  // [slot][block that formed them]
+  static constexpr int kMessages = kTheValues + kValueStages * kValueBytes;
+  static constexpr int kKeysFull = kMessages + kSlots * kSplit * Message::kBytes;
   static constexpr int kKeysEmpty = kKeysFull + kKeyBuffers * 8;
   static constexpr int kValuesFull = kKeysEmpty + kKeyBuffers * 8;
   static constexpr int kValuesEmpty = kValuesFull + kValueStages * 8;
-  static constexpr int kMessagesFull = kValuesEmpty + kValueStages * 8;  // [sender]
-  static constexpr int kTaken = kMessagesFull + kSplit * 8;  // this block's, by all
-  static constexpr int kOutgoingFull = kTaken + 8;
-  static constexpr int kOutgoingEmpty = kOutgoingFull + 8;
-  static constexpr int kBytes = kOutgoingEmpty + 8;
+  static constexpr int kMessagesFull = kValuesEmpty + kValueStages * 8;  // as kMessages
+  // [slot], of the block's own by all
+  static constexpr int kMessagesTaken = kMessagesFull + kSlots * kSplit * 8;
+  static constexpr int kBytes = kMessagesTaken + kSlots * 8;
   static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
 };
 constexpr int kSplitBytes =

@@ -3,20 +3,19 @@
 // .. and sums the values of all tiles for its 512 / c columns. Three warpgroups:
 //
 //   copies   three warps: tiles for the scores, the block's columns of all tiles, and
-//            the weights to all blocks.
-//   scores   S = Q K^T, with Q in registers. The softmax of a tile lies beside the
-//            products of the block's next.
-//   values   O += P V. While products are under way, the next weights are taken.
+//            the weights to the other blocks.
+//   scores   S = Q K^T, with Q in registers, and the softmax.
+//   values   O += P V.
 //
 // Each score, weight and sum comes about as in tree_attention_hopper_block.cuh, so
 // which kernel runs does not show in the bits.
 //
-// A block sends its next weights to the same places after all warps that add values, of
-// all blocks, took the last ones. By then each block expects the next. On their way they
-// have two places in memory.
-//
-// An item's first weights may come before their barrier expects them, but its phase does
-// not end without that arrival. The next ones wait for all warps to have taken the last.
+// A tile's weights have the same place in all blocks of the cluster. Whoever forms them
+// writes them to its own, from where the block's values take them as they are and a copy
+// brings them to the others. The next ones to this place follow when all warps that add
+// values, of all blocks, have taken the last. By then each block expects them. An item's
+// first weights may come before their barrier expects them, but its phase does not end
+// without that arrival.
 
 #ifndef KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
 #define KDTREE_JAX_TREE_ATTENTION_HOPPER_SPLIT_CUH_
@@ -45,7 +44,7 @@ class SplitBlock {
   static constexpr int kResults = kColumns / 2 / kParts;  // a thread's, of a part
   using Sums = float[kParts][kResults];
   static constexpr bool kOneSet = kSplit == 2;  // of weights, see AddValues
-  using KeyTurn = Turn<kKeyBuffers>;
+  using KeyTurn = Turn<S::kKeyBuffers>;
   using ValueTurn = Turn<kValueStages>;
 
  public:
@@ -101,7 +100,7 @@ class SplitBlock {
 #pragma unroll 1
       for (int k = 0; k < S::kBarriers; ++k) EndBarrier(address_ + S::kKeysFull + k * 8);
     }
-    for (int k = 0; k < kKeyBuffers; ++k) {
+    for (int k = 0; k < S::kKeyBuffers; ++k) {
       InitBarrier(address_ + S::kKeysFull + k * 8, 1);
       InitBarrier(address_ + S::kKeysEmpty + k * 8, 4 * kArrivingLanes);
     }
@@ -109,18 +108,21 @@ class SplitBlock {
       InitBarrier(address_ + S::kValuesFull + k * 8, 1);
       InitBarrier(address_ + S::kValuesEmpty + k * 8, 4 * kArrivingLanes);
     }
-    for (int k = 0; k < kSplit; ++k) {
-      InitBarrier(address_ + S::kMessagesFull + k * 8, 1);
+    // The block's own weights are full when the warps that formed them say so, others
+    // when they have come.
+    for (int k = 0; k < S::kSlots * kSplit; ++k) {
+      InitBarrier(address_ + S::kMessagesFull + k * 8,
+                  k % kSplit == rank_ ? 4 * kArrivingLanes : 1);
     }
-    InitBarrier(address_ + S::kTaken, kSplit * 4 * kArrivingLanes);
-    InitBarrier(address_ + S::kOutgoingFull, 4 * kArrivingLanes);
-    InitBarrier(address_ + S::kOutgoingEmpty, 1);
+    for (int k = 0; k < S::kSlots; ++k) {
+      InitBarrier(address_ + S::kMessagesTaken + k * 8, kSplit * 4 * kArrivingLanes);
+    }
     FenceBarrierInit();
   }
 
   // ---- Copies. One lane waits and starts copies, except for gathered tiles. Keys are
-  // read twice, by the block that forms a tile's scores and then as values, but for the
-  // first of a tile's groups.
+  // read twice, by the block that forms a tile's scores and as values, but for the first
+  // of a tile's groups and, where S::kKeysAreValues, the block's columns of its tiles.
 
   __device__ __forceinline__ uint32_t Keys(const KeyTurn& turn) const {
     return address_ + S::kKeys + turn.place * kGroupBytes;
@@ -132,11 +134,27 @@ class SplitBlock {
     return address_ + S::kKeysEmpty + turn.place * 8;
   }
 
+  // Whether the group of keys at this place comes to the buffers of keys: see GroupAt.
+  __device__ __forceinline__ bool IsBuffered(int place) const {
+    return !S::kKeysAreValues || place == 0 || place % 2 == rank_;
+  }
+
+  __device__ __forceinline__ uint32_t Values(int stage) const {
+    return address_ + S::kTheValues + stage * S::kValueBytes;
+  }
+  __device__ __forceinline__ uint32_t ValuesFull(int stage) const {
+    return address_ + S::kValuesFull + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t ValuesEmpty(int stage) const {
+    return address_ + S::kValuesEmpty + stage * 8;
+  }
+
   // Queries come through the buffers of keys, as the first tile.
   __device__ __forceinline__ void CopyKeys() {
     KeyTurn turn;
     if (lane_ == 0) {
-      CopyGroups(&p_.queries, item_.head, item_.batch * a_.nodes + item_.node, turn);
+      CopyGroups(&p_.queries, item_.head, item_.batch * a_.nodes + item_.node, true,
+                 turn);
     }
     turn.Next(kGroups);
 #pragma unroll 1
@@ -144,21 +162,23 @@ class SplitBlock {
       if (t >= item_.prefix) {
         GatherKeys(t, turn);
       } else if (lane_ == 0) {
-        CopyGroups(&p_.keys, item_.start + t * kTile, item_.batch, turn);
+        CopyGroups(&p_.keys, item_.start + t * kTile, item_.batch, false, turn);
       }
       __syncwarp();
-      turn.Next(kGroups);
+      turn.Next(S::kKeyGroups);
     }
   }
 
   __device__ __forceinline__ void CopyGroups(const CUtensorMap* map, int row, int of,
-                                             KeyTurn turn) {
+                                             bool all, KeyTurn turn) {
 #pragma unroll 1
-    for (int place = 0; place < kGroups; ++place, turn.Next()) {
+    for (int place = 0; place < kGroups; ++place) {
+      if (!all && !IsBuffered(place)) continue;
       WaitForPhase(KeysEmpty(turn), turn.phase ^ 1);
       ArriveExpecting(KeysFull(turn), kGroupBytes);
       CopyBox4(Keys(turn), map, 0, row, GroupAt(place), of, KeysFull(turn),
                place == 0 ? EvictFirst() : EvictNormal());
+      turn.Next();
     }
   }
 
@@ -168,13 +188,15 @@ class SplitBlock {
     const ScatteredTile tile(a_, item_, t, lane_);
     KeyTurn full = turn;
 #pragma unroll 1
-    for (int place = 0; place < kGroups; ++place, turn.Next()) {
+    for (int place = 0; place < kGroups; ++place) {
+      if (!IsBuffered(place)) continue;
       WaitAsWarp(KeysEmpty(turn), turn.phase ^ 1);
       tile.CopyGroup(GroupAt(place), Keys(turn));
+      turn.Next();
     }
     tile.Finish();
 #pragma unroll 1
-    for (int place = 0; place < kGroups; ++place, full.Next()) {
+    for (int k = 0; k < S::kKeyGroups; ++k, full.Next()) {
       if (lane_ == 0) Arrive(KeysFull(full));
     }
   }
@@ -184,9 +206,8 @@ class SplitBlock {
     const int first = rank_ * kColumnGroups;
 #pragma unroll 1
     for (int t = 0; t < item_.tiles; ++t) {
-      const uint32_t to = address_ + S::kTheValues + turn.place * S::kValueBytes;
-      const uint32_t full = address_ + S::kValuesFull + turn.place * 8;
-      const uint32_t empty = address_ + S::kValuesEmpty + turn.place * 8;
+      const uint32_t to = Values(turn.place), full = ValuesFull(turn.place);
+      const uint32_t empty = ValuesEmpty(turn.place);
       if (t >= item_.prefix) {
         WaitAsWarp(empty, turn.phase ^ 1);
         const ScatteredTile tile(a_, item_, t, lane_);
@@ -209,57 +230,61 @@ class SplitBlock {
     }
   }
 
-  // Sends the weights of the block's own tiles to all blocks, by way of memory: from
-  // there one copy reaches all.
+  // Sends the weights of the block's own tiles to the others: to one directly, to several
+  // by way of memory, from where one copy reaches all.
   __device__ __forceinline__ void SendMessages() {
     if (lane_ != 0) return;
-    char* const places = static_cast<char*>(a_.messages) +
-                         static_cast<int64_t>(blockIdx.x) * 2 * Message::kBytes;
-    int round = 0;
+    char* const place = static_cast<char*>(a_.messages) +
+                        static_cast<int64_t>(blockIdx.x) * Message::kBytes;
 #pragma unroll 1
-    for (int t = rank_; t < item_.tiles; t += kSplit, ++round) {
-      char* const place = places + round % 2 * Message::kBytes;
-      WaitForPhase(address_ + S::kOutgoingFull, round % 2);
-      StoreBulk(place, address_ + S::kOutgoing, Message::kBytes);
-      FenceForCopies();
-      Arrive(address_ + S::kOutgoingEmpty);
-      // The last ones, by all. So those before them have left the memory too.
-      WaitForPhase(address_ + S::kTaken, round % 2 ^ 1);
-      CopyBulkToAll(address_ + S::kMessages + rank_ * Message::kBytes, place,
-                    Message::kBytes, address_ + S::kMessagesFull + rank_ * 8,
-                    (1 << kSplit) - 1);
+    for (int t = rank_; t < item_.tiles; t += kSplit) {
+      const uint32_t message = address_ + MessageOf(t), full = MessageFull(t);
+      WaitForPhase(full, MessagePhase(t));
+      if (kSplit == 2) {
+        CopyBulkToBlock(message, Message::kBytes, full, rank_ ^ 1);
+      } else {
+        static_assert(kSplit == 2 || S::kSlots == 1, "one at a time has the place");
+        StoreBulk(place, message, Message::kBytes);
+        FenceForCopies();
+        CopyBulkToAll(message, place, Message::kBytes, full,
+                      ((1 << kSplit) - 1) ^ (1 << rank_));
+      }
     }
+  }
+
+  // Where the weights of tile t lie, from the beginning of a block's memory.
+  __device__ __forceinline__ int MessageOf(int t) const {
+    return S::kMessages + PlaceOf(t) * Message::kBytes;
+  }
+  __device__ __forceinline__ uint32_t MessageFull(int t) const {
+    return address_ + S::kMessagesFull + PlaceOf(t) * 8;
+  }
+  __device__ __forceinline__ uint32_t MessageTaken(int t) const {
+    return address_ + S::kMessagesTaken + t / kSplit % S::kSlots * 8;
+  }
+  __device__ __forceinline__ int PlaceOf(int t) const {
+    return t / kSplit % S::kSlots * kSplit + t % kSplit;
+  }
+  __device__ __forceinline__ int MessagePhase(int t) const {
+    return t / kSplit / S::kSlots % 2;
   }
 
   // ---- Scores.
 
-  // This block's tiles. Two at a time, so that no scores are copied.
+  // This block's tiles, one after the other: the next one's keys may wait for a place
+  // among the values, which these give back once they have this one's weights.
   __device__ __forceinline__ void Score() {
-    KeyTurn turn, done;
+    KeyTurn turn;
     uint32_t q[kGroups * 4][4];
-    float even[kScores], odd[kScores];
+    float s[kScores];
     LoadQueries(q, turn);
-    done = turn;
     // In registers that a warp shares: others are few.
     item_.prefix = __reduce_max_sync(~0u, item_.prefix);
     item_.tiles = __reduce_max_sync(~0u, item_.tiles);
-    if (rank_ >= item_.tiles) return;
-    Multiply<0>(even, q, turn);
-    Multiply<1>(even, q, turn);
-    Multiply<2>(even, q, turn);
-    EndThird<2>(done);
-    EndThird<1>(done);
-    int t = rank_;
 #pragma unroll 1
-    for (; t + 2 * kSplit < item_.tiles; t += 2 * kSplit) {
-      FinishTile<true>(t, even, odd, q, turn, done);
-      FinishTile<true>(t + kSplit, odd, even, q, turn, done);
-    }
-    if (t + kSplit < item_.tiles) {
-      FinishTile<true>(t, even, odd, q, turn, done);
-      FinishTile<false>(t + kSplit, odd, even, q, turn, done);
-    } else {
-      FinishTile<false>(t, even, odd, q, turn, done);
+    for (int t = rank_; t < item_.tiles; t += kSplit) {
+      Multiply(t, s, q, turn);
+      SendWeights(t, s);
     }
   }
 
@@ -286,72 +311,69 @@ class SplitBlock {
     turn.Next();
   }
 
-  // S = Q K^T of the next tile: begins a third of the products.
-  template <int third>
-  __device__ __forceinline__ void Multiply(float (&s)[kScores],
+  // S = Q K^T of tile t. A third's keys go back while products of the next are under way.
+  __device__ __forceinline__ void Multiply(int t, float (&s)[kScores],
                                            const uint32_t (&q)[kGroups * 4][4],
                                            KeyTurn& turn) {
+    KeyTurn done = turn;
+    const int stage = t % kValueStages;
 #pragma unroll
-    for (int place = third * 3; place < third * 3 + 3; ++place) {
-      WaitForPhase(KeysFull(turn), turn.phase);
-      const Operand keys = Swizzled128(Keys(turn));
+    for (int place = 0; place < kGroups; ++place) {
+      // Without a branch, at which the compiler would wait for products.
+      const bool buffered = IsBuffered(place);
+      WaitForPhase(buffered ? KeysFull(turn) : ValuesFull(stage),
+                   buffered ? turn.phase : t / kValueStages % 2);
+      const Operand keys = Swizzled128(
+          buffered ? Keys(turn) : Values(stage) + (place - 1) / 2 * kGroupBytes);
       WgmmaFence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         Wgmma(s, q[place * 4 + k], keys.At(k * 32), place + k > 0);
       }
-      turn.Next();
+      turn.Next(buffered);
+      if (place % 3 == 2) WgmmaCommit();
     }
-    WgmmaCommit();
-  }
-
-  // Waits until at most kPending thirds are under way, and gives back the keys of the
-  // one that has ended.
-  template <int kPending>
-  __device__ __forceinline__ void EndThird(KeyTurn& done) {
-    WgmmaWait<kPending>();
-    for (int i = 0; i < 3; ++i) ReleaseKeys(done);
-  }
-
-  // From the scores of tile t to weights, and sends them. Meanwhile the products of the
-  // block's next tile, if there is one; in code of its own, as the compiler waits for
-  // each product where a branch lies between them.
-  template <bool kMore>
-  __device__ __forceinline__ void FinishTile(int t, float (&s)[kScores],
-                                             float (&next)[kScores],
-                                             const uint32_t (&q)[kGroups * 4][4],
-                                             KeyTurn& turn, KeyTurn& done) {
     EndThird<0>(done);
+    EndThird<1>(done);
+    EndThird<2>(done);
     KeepBehind(s);
     KeepUntilHere(q);
-    if (kMore) Multiply<0>(next, q, turn);
+  }
+
+  // Keys that are values too go back with these.
+  template <int third>
+  __device__ __forceinline__ void EndThird(KeyTurn& done) {
+    WgmmaWait<2 - third>();
+#pragma unroll
+    for (int place = third * 3; place < third * 3 + 3; ++place) {
+      if (IsBuffered(place)) ReleaseKeys(done);
+    }
+  }
+
+  // From the scores of tile t to weights, for the block's own values and SendMessages.
+  __device__ __forceinline__ void SendWeights(int t, float (&s)[kScores]) {
     if (t >= item_.prefix) {
       Mask(s, item_.limit - item_.start - t * kTile - lane_ % 4 * 2);
     }
     float top[2];
     FindReferences(s, a_.scale, top);
-    if (kMore) Multiply<1>(next, q, turn);
     FormWeights(s, a_.scale, top);
-    if (kMore) {
-      EndThird<1>(done);
-      Multiply<2>(next, q, turn);
-    }
-    WaitForPhase(address_ + S::kOutgoingEmpty, t / kSplit % 2 ^ 1);
-    char* message = shared_ + S::kOutgoing;
+    WaitForPhase(MessageTaken(t), MessagePhase(t) ^ 1);
+    char* message = shared_ + MessageOf(t);
     StoreWeights(s, message, thread_);
     StoreReferences(top, message + Message::kReferences, thread_);
     FenceForProducts();
-    ArriveAsWarp(address_ + S::kOutgoingFull);
-    if (kMore) EndThird<1>(done);
+    ArriveAsWarp(MessageFull(t));
   }
 
   // ---- Values.
 
   // Tiles in turn have one of two sets of registers for their weights: products read
-  // them until they end. Where a block has half of the columns there are registers for
-  // one set only.
+  // them until they end. With half of the columns there is one set, and each tile's
+  // products end before the next: what they read goes back sooner, for the block's scores
+  // to have their next keys there.
   __device__ __forceinline__ void AddValues() {
-    if (thread_ < kSplit) {
+    if (thread_ < S::kSlots * kSplit && thread_ % kSplit != rank_) {
       ArriveExpecting(address_ + S::kMessagesFull + thread_ * 8, Message::kBytes);
     }
     ValueTurn turn, done;
@@ -395,9 +417,8 @@ class SplitBlock {
         x = __fmul_rn(x, factor[RowOf(j)]);
       }
     }
-    WaitForPhase(address_ + S::kValuesFull + turn.place * 8, turn.phase);
-    const Operand values = Swizzled128(
-        address_ + S::kTheValues + turn.place * S::kValueBytes, kGroupBytes);
+    WaitForPhase(ValuesFull(turn.place), turn.phase);
+    const Operand values = Swizzled128(Values(turn.place), kGroupBytes);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
@@ -419,7 +440,7 @@ class SplitBlock {
       WgmmaWait<1>();
       KeepUntilHere(last);
     }
-    ArriveAsWarp(address_ + S::kValuesEmpty + done.place * 8);
+    ArriveAsWarp(ValuesEmpty(done.place));
     done.Next();
   }
 
@@ -431,9 +452,8 @@ class SplitBlock {
 
   __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
                                               float (&top)[2]) {
-    const int sender = t % kSplit;
-    WaitForPhase(address_ + S::kMessagesFull + sender * 8, t / kSplit % 2);
-    const char* message = shared_ + S::kMessages + sender * Message::kBytes;
+    WaitForPhase(MessageFull(t), MessagePhase(t));
+    const char* message = shared_ + MessageOf(t);
     LoadWeights(message, thread_, weights);
     LoadReferences(message + Message::kReferences, thread_, top);
   }
@@ -442,11 +462,11 @@ class SplitBlock {
   // in registers.
   __device__ __forceinline__ void ReleaseMessage(int t) {
     const int sender = t % kSplit;
-    // The next one, before its sender may send it.
-    if (thread_ == 0) {
-      ArriveExpecting(address_ + S::kMessagesFull + sender * 8, Message::kBytes);
+    // The next one in its place, before its sender may send it.
+    if (thread_ == 0 && sender != rank_) {
+      ArriveExpecting(MessageFull(t), Message::kBytes);
     }
-    ArriveAsWarpAt(address_ + S::kTaken, sender);
+    ArriveAsWarpAt(MessageTaken(t), sender);
   }
 
   __device__ __forceinline__ void Store(const Sums& out,
