@@ -39,8 +39,9 @@ constexpr int kHopperWidth = 576;
 constexpr int kHopperValueDim = 512;
 constexpr int kHopperRows = 64;  // heads of one node to a block
 
-// Its blocks that share a chunk send each other weights by way of memory: a message
-// each, of 64 rows and 64 keys, and a reference per row. So many blocks run at most.
+// Where four or eight of its blocks share a chunk, they send each other weights by way of
+// memory: a message each, of 64 rows and 64 keys, and a reference per row. So many blocks
+// run at most.
 constexpr int kHopperSplitBlocks = 256;
 constexpr int kHopperMessageBytes = 64 * 64 * 2 + 64 * 4;
 constexpr int64_t kHopperMessagesBytes =

@@ -271,8 +271,8 @@ class SplitBlock {
 
   // ---- Scores.
 
-  // This block's tiles, one after the other: the next one's keys may wait for a place
-  // among the values, which these give back once they have this one's weights.
+  // This block's tiles, one after the other: a tile's weights leave as soon as they can,
+  // and do not wait for the next one's keys. Meanwhile these come.
   __device__ __forceinline__ void Score() {
     KeyTurn turn;
     uint32_t q[kGroups * 4][4];
@@ -311,7 +311,7 @@ class SplitBlock {
     turn.Next();
   }
 
-  // S = Q K^T of tile t. A third's keys go back while products of the next are under way.
+  // S = Q K^T of tile t. Keys go back while later products are under way.
   __device__ __forceinline__ void Multiply(int t, float (&s)[kScores],
                                            const uint32_t (&q)[kGroups * 4][4],
                                            KeyTurn& turn) {

@@ -28,8 +28,8 @@ KERNELS = ("auto", "portable", "hopper")
 HOPPER_WIDTH = 576
 HOPPER_VALUE_DIM = 512
 HOPPER_HEADS = 64
-# Workspace in which its blocks that share a chunk send each other weights: 256 blocks,
-# a message of 64 x 64 bfloat16 and 64 float32 each.
+# Workspace in which its blocks, where four or eight share a chunk, send each other
+# weights: 256 blocks, a message of 64 x 64 bfloat16 and 64 float32 each.
 _MESSAGES_BYTES = 256 * (64 * 64 * 2 + 64 * 4)
 
 
