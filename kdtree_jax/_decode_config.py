@@ -9,8 +9,9 @@ from typing import Literal
 from kdtree_jax._config_base import DictMixin
 from kdtree_jax._validation import check, is_integer, is_number, one_of, positive
 
-# Slots that a tree may have, the root included: their number squared must fit 32 bits.
-MAX_ROWS = 46_340
+# Slots that a tree may have, the root included: their number squared must fit 32 bits,
+# also where it is rounded up to a multiple of 8.
+MAX_ROWS = 46_336
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

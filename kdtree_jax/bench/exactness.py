@@ -425,7 +425,9 @@ def render(report: dict[str, Any]) -> str:
   if report["difference"] is not None:
     verdict = f"DIFFERENT from plain decoding: {report['difference']}"
   else:
-    verdict = f"identical to plain decoding: {total}, and the bits of their logits"
+    verdict = "nothing was compared"
+    if report["finished_cells"]:
+      verdict = f"identical to plain decoding: {total}, and the bits of their logits"
     if not report["complete"]:
       verdict += f"\nNOT COMPLETE: {report['settings']['cells']} cells are to be run"
   notes = (

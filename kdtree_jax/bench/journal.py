@@ -41,6 +41,7 @@ class Journal:
     record = reports.plain(record)
     self.records.append(record)
     if self._path is not None:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
       # A line cut short by a kill must not swallow the next one.
       with self._path.open("a+", encoding="utf-8") as file:
         if file.tell():

@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
   packages = ("jax", "jaxlib", "flax", "numpy")
   return {
     "device": f"{len(devices)} x {devices[0].platform}: {devices[0].device_kind}",
-    "host": f"{_processor()}, {os.cpu_count()} cores, {platform.platform()}",
+    "host": f"{_processor()}, {os.cpu_count()} cores, {_system()}",
     "versions": {
       "kdtree_jax": kdtree_jax.__version__,
       "python": platform.python_version(),
@@ -49,6 +49,11 @@ def environment() -> dict[str, Any]:
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "command": _command(),
   }
+
+
+def _system() -> str:
+  """The operating system; of its kernel's release only what is not its builder's."""
+  return f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}"
 
 
 def _command() -> str:
@@ -124,6 +129,7 @@ def cell(value: Any) -> str:
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
   """Writes a report; NaN becomes null, which every JSON reader knows."""
+  path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
 
 

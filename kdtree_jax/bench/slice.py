@@ -262,8 +262,8 @@ def check_fits(
     raise ValueError(
       f"num_hidden_layers = {config.num_hidden_layers} and a context of {context} need "
       f"{needed / 1e9:.1f} GB and a workspace; the device "
-      f"({jax.devices()[0].device_kind}) gives {limit / 1e9:.1f} GB: ask for fewer "
-      "layers with --config.model.num_hidden_layers"
+      f"({jax.devices()[0].device_kind}) gives {limit / 1e9:.1f} GB: take a GPU with "
+      "more memory, fewer layers (--config.model.num_hidden_layers) or less context"
     )
 
 

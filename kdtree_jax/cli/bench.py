@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from kdtree_jax._decode_config import MAX_ROWS
+from kdtree_jax.bench import slice_config
 from kdtree_jax.cli import flags as cli_flags
 from kdtree_jax.config import DecodeConfig
 from kdtree_jax.training.config import Experiment
@@ -41,7 +43,6 @@ SUITES = {
     *("stages", "exact", "widths", "slots", "max_seconds"),
   ),
 }
-SLICE_CONFIG = "configs/kimi_slice.py"
 
 
 def define_flags() -> None:
@@ -86,6 +87,7 @@ def define_flags() -> None:
     "max_seconds",
     None,
     "exactness, slice: begin nothing new after so long; exactness goes on when rerun.",
+    0.0,
   )
   flags.DEFINE_integer("repetitions", 3, "speed: decodes per prompt and method.", 1)
   flags.DEFINE_bool(
@@ -118,7 +120,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     raise ValueError(f"--suite is needed, one of {', '.join(SUITES)}")
   _refuse_other_flags(flags.FLAGS.suite)
   folder = Path(flags.FLAGS.output_dir)
-  folder.mkdir(parents=True, exist_ok=True)
+  _check_folder(folder)
   cli_flags.enable_compilation_cache()
   suites: dict[str, Callable[[Path, DecodeConfig | None], int]] = {
     "acceptance": _acceptance,
@@ -128,9 +130,26 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     "decode": _decode,
   }
   if flags.FLAGS.suite == "slice":
+    assert experiment is not None, "see _default_experiment"
     return _slice(folder, experiment)
   decode = experiment.decode if experiment else None
   return suites[flags.FLAGS.suite](folder, decode)
+
+
+def _default_experiment() -> Experiment | None:
+  """What stands for --config where it is not given."""
+  return slice_config.get_config() if flags.FLAGS.suite == "slice" else None
+
+
+def _check_folder(folder: Path) -> None:
+  """Raises where the folder cannot be made; it is when the first file is written."""
+  path = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  if not path.is_dir() or not os.access(path, os.W_OK):
+    why = "may not be written to" if path.is_dir() else "is a file"
+    raise ValueError(
+      f"--output_dir={folder} is not allowed: {path} {why}; give a folder, or where "
+      "one can be made"
+    )
 
 
 def _refuse_other_flags(suite: str) -> None:
@@ -315,7 +334,7 @@ def _decode(folder: Path, decode: DecodeConfig | None) -> int:
   return 0 if suite.host_transfers(result) == 0 else 1
 
 
-def _slice(folder: Path, experiment: Experiment | None) -> int:
+def _slice(folder: Path, experiment: Experiment) -> int:
   # Nearly all of the GPU, read by JAX when it starts its backend.
   os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
   import jax
@@ -324,7 +343,6 @@ def _slice(folder: Path, experiment: Experiment | None) -> int:
   from kdtree_jax.bench import slice as suite
 
   given = flags.FLAGS
-  experiment = experiment or cli_flags.load_experiment(SLICE_CONFIG)
   for name in ("widths", "slots"):
     if given[name].present and not given.exact:
       raise ValueError(f"--{name} needs --exact")
@@ -436,6 +454,10 @@ def _numbers(
       f"--{name}={','.join(texts)} is not allowed: give numbers of 0 or more, "
       "separated by commas"
     )
+  if name == "budgets" and max(values) >= MAX_ROWS:
+    raise ValueError(
+      f"--budgets={','.join(texts)} is not allowed: budgets lie in 0 .. {MAX_ROWS - 1}"
+    )
   return values
 
 
@@ -479,7 +501,7 @@ def _wrote(*paths: Path) -> None:
 def run() -> None:
   """Entry point of the console script."""
   define_flags()
-  cli_flags.run(main, sys.argv)
+  cli_flags.run(main, sys.argv, _default_experiment)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,13 @@ def load_experiment(path: str | Path) -> Experiment:
 
 
 def run(
-  main: Callable[[list[str], Experiment | None], int | None], argv: list[str]
+  main: Callable[[list[str], Experiment | None], int | None],
+  argv: list[str],
+  default: Callable[[], Experiment | None] = lambda: None,
 ) -> None:
   """Parses flags and calls `main(positional arguments, experiment)`; exits.
 
+  `default` gives the configuration where no --config is given, once flags are known.
   Errors that name a bad argument end the program with one line and status 2.
   """
   if "config" not in flags.FLAGS:
@@ -73,11 +76,11 @@ def run(
     logging.set_verbosity(logging.WARNING)
     try:
       file = flags.FLAGS.config
-      if overrides and file is None:
+      experiment = default() if file is None else load_experiment(file)
+      if experiment is not None:
+        experiment = override(experiment, overrides)
+      elif overrides:
         raise ValueError("--config.field=value needs --config=FILE")
-      experiment = None
-      if file is not None:
-        experiment = override(load_experiment(file), overrides)
       return main(positional, experiment)
     except (ValueError, OSError, NotImplementedError) as error:
       _print_error(error)

@@ -311,7 +311,8 @@ def test_the_command_on_a_tiny_pair(arguments, file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("arguments", "words"),
   [
-    ((), "the device (cpu) gives 8.6 GB: ask for fewer layers"),
+    ((), "the device (cpu) gives 8.6 GB: take a GPU with more memory, fewer layers"),
+    (("--config.model.num_hidden_layers=2",), "num_hidden_layers = 2 and a context"),
     (("--contexts=1k,x",), "--contexts=1k,x is not allowed"),
     (("--widths=3",), "--widths needs --exact"),
     (("--exact", "--rounds=3"), "--rounds: --exact does not take it"),
@@ -321,8 +322,10 @@ def test_the_command_on_a_tiny_pair(arguments, file, tmp_path, monkeypatch):
 )
 def test_bad_flags_are_one_line(arguments, words, tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  monkeypatch.chdir(ROOT)
-  done = command("--suite=slice", *arguments, f"--output_dir={tmp_path}")
+  monkeypatch.setenv("PYTHONPATH", str(ROOT))
+  monkeypatch.chdir(tmp_path)  # It needs no file of the repository.
+  done = command("--suite=slice", *arguments)
   assert done.returncode == 2
   assert words in done.stderr
   assert "Traceback" not in done.stderr
+  assert not list(tmp_path.iterdir())

@@ -233,6 +233,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     ((), "--suite is needed, one of acceptance, exactness, speed, kernels, decode"),
     (("--suite=speed", "--slots=1,2"), "speed decodes one sequence"),
     (("--suite=exactness", "--budgets=7,x"), "--budgets=7,x is not allowed"),
+    (("--suite=acceptance", "--budgets=99999"), "budgets lie in 0 .. 46335"),
+    (("--suite=exactness", "--max_seconds=-5"), "--max_seconds=-5"),
     (("--suite=acceptance", "--rounds=3"), "--rounds: --suite=acceptance does not"),
     (("--suite=kernels", "--seed=1"), "--seed: --suite=kernels does not take it"),
     (("--suite=kernels", "--config=configs/demo.py"), "--config: --suite=kernels does"),
@@ -247,10 +249,21 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_bad_flags_are_one_line(arguments, words, tmp_path, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  done = command(*arguments, f"--output_dir={tmp_path}")
+  done = command(*arguments, f"--output_dir={tmp_path / 'new'}")
   assert done.returncode == 2
   assert words in done.stderr
   assert "Traceback" not in done.stderr
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path):
+  file = tmp_path / "file"
+  file.write_text("mine")
+  for folder in (file, file / "below"):
+    done = command("--suite=speed", f"--output_dir={folder}")
+    assert done.returncode == 2
+    assert f"--output_dir={folder} is not allowed: {file} is a file" in done.stderr
+  assert file.read_text() == "mine"
 
 
 def _is_a_command_flag(name: str) -> bool:

@@ -62,7 +62,7 @@ def test_prompts(prompts, message):
   [
     ({"method": "tree"}, ("method = 'tree'", "'plain', 'chain', 'ddtree'")),
     ({"implementation": "fast"}, ("implementation = 'fast'",)),
-    ({"budget": -1}, ("budget = -1", "0 .. 46339")),
+    ({"budget": -1}, ("budget = -1", "0 .. 46335")),
     ({"budget": 8, "rows": 8}, ("budget = 8", "needs 9 rows", "rows = 8")),
     ({"budget": DEPTH + 1, "method": "chain"}, ("budget = 8", "at most 7 drafts")),
     ({"rows": 0}, ("rows = 0",)),
