@@ -76,6 +76,20 @@ __device__ __forceinline__ void CopyBulkToAll(uint32_t shared, const void* globa
       : "memory");
 }
 
+// Copies to the same place in block `rank` of the cluster, and tells its barrier that lies
+// where this block has `barrier`.
+__device__ __forceinline__ void CopyBulkToBlock(uint32_t shared, uint32_t bytes,
+                                                uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, told;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 told, %2, %3;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[to], [%0], %1, [told];\n}" ::"r"(shared),
+      "r"(bytes), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 // Copies from shared memory, and waits until it is done.
 __device__ __forceinline__ void StoreBulk(void* global, uint32_t shared,
                                           uint32_t bytes) {

@@ -92,6 +92,25 @@ struct SplitShared {
   static constexpr int kMessagesTaken = kMessagesFull + kSlots * kSplit * 8;
   static constexpr int kBytes = kMessagesTaken + kSlots * 8;
   static constexpr int kBarriers = (kBytes - kKeysFull) / 8;
+
+  // Where the weights of tile t lie, and their barriers; and these barriers' phase.
+  __device__ __forceinline__ static int MessageOf(int t) {
+    return kMessages + PlaceOf(t) * Message::kBytes;
+  }
+  __device__ __forceinline__ static int MessageFullOf(int t) {
+    return kMessagesFull + PlaceOf(t) * 8;
+  }
+  __device__ __forceinline__ static int MessageTakenOf(int t) {
+    return kMessagesTaken + t / kSplit % kSlots * 8;
+  }
+  __device__ __forceinline__ static int MessagePhase(int t) {
+    return t / kSplit / kSlots % 2;
+  }
+
+ private:
+  __device__ __forceinline__ static int PlaceOf(int t) {
+    return t / kSplit % kSlots * kSplit + t % kSplit;
+  }
 };
 constexpr int kSplitBytes =
     std::max({SplitShared<2>::kBytes, SplitShared<4>::kBytes, SplitShared<8>::kBytes});

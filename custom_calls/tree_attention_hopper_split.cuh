@@ -43,7 +43,7 @@ class SplitBlock {
   static constexpr int kParts = kColumns == 256 ? 2 : 1;
   static constexpr int kResults = kColumns / 2 / kParts;  // a thread's, of a part
   using Sums = float[kParts][kResults];
-  static constexpr bool kOneSet = kSplit == 2;  // of weights, see AddValues
+  static constexpr bool kOneSet = S::kKeysAreValues;  // of weights, see AddValues
   using KeyTurn = Turn<S::kKeyBuffers>;
   using ValueTurn = Turn<kValueStages>;
 
@@ -149,6 +149,13 @@ class SplitBlock {
     return address_ + S::kValuesEmpty + stage * 8;
   }
 
+  __device__ __forceinline__ uint32_t MessageFull(int t) const {
+    return address_ + S::MessageFullOf(t);
+  }
+  __device__ __forceinline__ uint32_t MessageTaken(int t) const {
+    return address_ + S::MessageTakenOf(t);
+  }
+
   // Queries come through the buffers of keys, as the first tile.
   __device__ __forceinline__ void CopyKeys() {
     KeyTurn turn;
@@ -238,8 +245,8 @@ class SplitBlock {
                         static_cast<int64_t>(blockIdx.x) * Message::kBytes;
 #pragma unroll 1
     for (int t = rank_; t < item_.tiles; t += kSplit) {
-      const uint32_t message = address_ + MessageOf(t), full = MessageFull(t);
-      WaitForPhase(full, MessagePhase(t));
+      const uint32_t message = address_ + S::MessageOf(t), full = MessageFull(t);
+      WaitForPhase(full, S::MessagePhase(t));
       if (kSplit == 2) {
         CopyBulkToBlock(message, Message::kBytes, full, rank_ ^ 1);
       } else {
@@ -250,23 +257,6 @@ class SplitBlock {
                       ((1 << kSplit) - 1) ^ (1 << rank_));
       }
     }
-  }
-
-  // Where the weights of tile t lie, from the beginning of a block's memory.
-  __device__ __forceinline__ int MessageOf(int t) const {
-    return S::kMessages + PlaceOf(t) * Message::kBytes;
-  }
-  __device__ __forceinline__ uint32_t MessageFull(int t) const {
-    return address_ + S::kMessagesFull + PlaceOf(t) * 8;
-  }
-  __device__ __forceinline__ uint32_t MessageTaken(int t) const {
-    return address_ + S::kMessagesTaken + t / kSplit % S::kSlots * 8;
-  }
-  __device__ __forceinline__ int PlaceOf(int t) const {
-    return t / kSplit % S::kSlots * kSplit + t % kSplit;
-  }
-  __device__ __forceinline__ int MessagePhase(int t) const {
-    return t / kSplit / S::kSlots % 2;
   }
 
   // ---- Scores.
@@ -358,8 +348,8 @@ class SplitBlock {
     float top[2];
     FindReferences(s, a_.scale, top);
     FormWeights(s, a_.scale, top);
-    WaitForPhase(MessageTaken(t), MessagePhase(t) ^ 1);
-    char* message = shared_ + MessageOf(t);
+    WaitForPhase(MessageTaken(t), S::MessagePhase(t) ^ 1);
+    char* message = shared_ + S::MessageOf(t);
     StoreWeights(s, message, thread_);
     StoreReferences(top, message + Message::kReferences, thread_);
     FenceForProducts();
@@ -452,8 +442,8 @@ class SplitBlock {
 
   __device__ __forceinline__ void TakeMessage(int t, uint32_t (&weights)[kKeySteps][4],
                                               float (&top)[2]) {
-    WaitForPhase(MessageFull(t), MessagePhase(t));
-    const char* message = shared_ + MessageOf(t);
+    WaitForPhase(MessageFull(t), S::MessagePhase(t));
+    const char* message = shared_ + S::MessageOf(t);
     LoadWeights(message, thread_, weights);
     LoadReferences(message + Message::kReferences, thread_, top);
   }

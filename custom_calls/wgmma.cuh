@@ -146,20 +146,6 @@ __device__ __forceinline__ void FenceForProducts() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Copies to the same place in block `rank` of the cluster, and tells its barrier that lies
-// where this block has `barrier`.
-__device__ __forceinline__ void CopyBulkToBlock(uint32_t shared, uint32_t bytes,
-                                                uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 to, told;\n"
-      "mapa.shared::cluster.u32 to, %0, %3;\n"
-      "mapa.shared::cluster.u32 told, %2, %3;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-      "[to], [%0], %1, [told];\n}" ::"r"(shared),
-      "r"(bytes), "r"(barrier), "r"(rank)
-      : "memory");
-}
-
 // A warp's arrival at the barrier of block `rank` of the cluster that lies where this
 // block has `barrier`.
 __device__ __forceinline__ void ArriveAsWarpAt(uint32_t barrier, uint32_t rank) {
