@@ -9,7 +9,7 @@ from typing import Any
 
 from kdtree_jax.bench import metrics
 from kdtree_jax.bench import report as reports
-from kdtree_jax.config import DecodeConfig
+from kdtree_jax.config import DecodeConfig, TreeConfig
 from kdtree_jax.decoding import DecodeResult, decode
 from kdtree_jax.model.cache import round_up
 from kdtree_jax.model.target import Target
@@ -45,10 +45,15 @@ def run(
     The report. `measurements` has one entry per temperature, method and budget:
     the fields of `metrics.Acceptance`, to depth min(budget, L), and those added
     here. `text_difference` is None, or says which text depended on the method.
+
+  Raises:
+    ValueError: no budget, no temperature, or one that is not allowed.
   """
   depth = drafter.max_depth
   if not budgets or not temperatures:
     raise ValueError("budgets and temperatures must not be empty")
+  for budget in budgets:
+    TreeConfig(budget=budget)  # Before rows that nobody gave are refused.
   rows = rows or round_up(max(depth, *budgets) + 1, 8)
   methods = [("chain", b) for b in sorted({min(b, depth) for b in (depth, *budgets)})]
   methods += [("ddtree", b) for b in sorted(set(budgets))]

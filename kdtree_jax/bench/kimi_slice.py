@@ -1,4 +1,4 @@
-"""A pair with random weights, made on the device; the slice of `configs/kimi_slice.py`.
+"""A pair with random weights, made on the device; the slice of `slice_config`.
 
 Array by array, in place: there is never a second copy of the weights. Values keep the
 residual stream near unit scale, and rows of different tokens apart, so that they are

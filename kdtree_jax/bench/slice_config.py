@@ -1,10 +1,10 @@
 """A slice of Kimi K2.6 that one GPU of 139 GiB holds, and a drafter of full size.
 
-Full width, the leading dense layer and ten of the 60 sparse ones; values as in
-`configs/kimi_k2_6.py`. There are no such weights: `kdtree-bench --suite=slice` makes
-random ones. In memory, in GB: a sparse layer 9.8 (routed experts in int4 9.51), the
-dense layer 1.0, embedding and head 4.7, drafter 7.0; a context of 128k tokens takes 1.7
-in the latent cache and 3.2 in the drafter's. The suite holds each context twice.
+Full width, the leading dense layer and ten of the 60 sparse ones. There are no such
+weights: `kdtree-bench --suite=slice` makes random ones. In memory, in GB: a sparse
+layer 9.8 (routed experts in int4 9.51), the dense layer 1.0, embedding and head 4.7,
+drafter 7.0; a context of 128k tokens takes 1.7 in the latent cache and 3.2 in the
+drafter's. The suite holds each context twice.
 
 `--config.model.num_hidden_layers` takes another number of layers; the drafter's taps
 follow it, spread as those of the published drafter are.
@@ -12,76 +12,19 @@ follow it, spread as those of the published drafter are.
 
 from __future__ import annotations
 
-from kdtree_jax.config import DecodeConfig, DrafterConfig, ModelConfig, YarnConfig
+import dataclasses
+
+from kdtree_jax.bench import kimi_k2_6
 from kdtree_jax.training.config import Experiment
 
 LAYERS = 11
-YARN = YarnConfig(
-  factor=64.0,
-  original_max_position_embeddings=4096,
-  beta_fast=32.0,
-  beta_slow=1.0,
-  mscale=1.0,
-  mscale_all_dim=1.0,
-)
 
 
 def get_config() -> Experiment:
   """The configuration."""
-  return Experiment(
-    model=ModelConfig(
-      model_type="kimi_k2",
-      vocab_size=163840,
-      hidden_size=7168,
-      intermediate_size=18432,
-      moe_intermediate_size=2048,
-      num_hidden_layers=LAYERS,
-      num_attention_heads=64,
-      q_lora_rank=1536,
-      kv_lora_rank=512,
-      qk_nope_head_dim=128,
-      qk_rope_head_dim=64,
-      v_head_dim=128,
-      n_routed_experts=384,
-      num_experts_per_tok=8,
-      n_shared_experts=1,
-      n_group=1,
-      topk_group=1,
-      norm_topk_prob=True,
-      routed_scaling_factor=2.827,
-      scoring_func="sigmoid",
-      topk_method="noaux_tc",
-      first_k_dense_replace=1,
-      rms_norm_eps=1e-5,
-      latent_norm_eps=1e-6,
-      rope_theta=50000.0,
-      rope_scaling=YARN,
-      rope_interleave=True,
-      rope_angle_dtype="float32",
-      max_position_embeddings=262144,
-      tie_word_embeddings=False,
-      bos_token_id=163584,
-      eos_token_id=(163586,),
-    ),
-    drafter=DrafterConfig(
-      vocab_size=163840,
-      hidden_size=7168,
-      intermediate_size=18432,
-      num_hidden_layers=6,
-      num_attention_heads=64,
-      num_key_value_heads=8,
-      head_dim=128,
-      rms_norm_eps=1e-5,
-      rope_theta=50000.0,
-      rope_scaling=YARN,
-      max_position_embeddings=262144,
-      block_size=8,
-      mask_token_id=163838,
-      target_layer_ids=(1, 2, 4, 5, 7, 8),
-      num_target_layers=LAYERS,
-      target_hidden_size=7168,
-      layer_types=("sliding_attention",) * 5 + ("full_attention",),
-      sliding_window=2048,
-    ),
-    decode=DecodeConfig(method="ddtree", budget=16),
+  whole = kimi_k2_6.get_config()
+  return dataclasses.replace(
+    whole,
+    model=dataclasses.replace(whole.model, num_hidden_layers=LAYERS),
+    decode=dataclasses.replace(whole.decode, budget=16),
   )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from kdtree_jax._decode_config import MAX_ROWS
 from kdtree_jax.bench import slice_config
 from kdtree_jax.cli import flags as cli_flags
 from kdtree_jax.config import DecodeConfig
@@ -120,7 +119,7 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
     raise ValueError(f"--suite is needed, one of {', '.join(SUITES)}")
   _refuse_other_flags(flags.FLAGS.suite)
   folder = Path(flags.FLAGS.output_dir)
-  _check_folder(folder)
+  cli_flags.check_folder("output_dir", folder)
   cli_flags.enable_compilation_cache()
   suites: dict[str, Callable[[Path, DecodeConfig | None], int]] = {
     "acceptance": _acceptance,
@@ -139,17 +138,6 @@ def main(positional: list[str], experiment: Experiment | None) -> int:
 def _default_experiment() -> Experiment | None:
   """What stands for --config where it is not given."""
   return slice_config.get_config() if flags.FLAGS.suite == "slice" else None
-
-
-def _check_folder(folder: Path) -> None:
-  """Raises where the folder cannot be made; it is when the first file is written."""
-  path = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-  if not path.is_dir() or not os.access(path, os.W_OK):
-    why = "may not be written to" if path.is_dir() else "is a file"
-    raise ValueError(
-      f"--output_dir={folder} is not allowed: {path} {why}; give a folder, or where "
-      "one can be made"
-    )
 
 
 def _refuse_other_flags(suite: str) -> None:
@@ -453,10 +441,6 @@ def _numbers(
     raise ValueError(
       f"--{name}={','.join(texts)} is not allowed: give numbers of 0 or more, "
       "separated by commas"
-    )
-  if name == "budgets" and max(values) >= MAX_ROWS:
-    raise ValueError(
-      f"--budgets={','.join(texts)} is not allowed: budgets lie in 0 .. {MAX_ROWS - 1}"
     )
   return values
 

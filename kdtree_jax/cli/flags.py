@@ -49,6 +49,21 @@ def load_experiment(path: str | Path) -> Experiment:
   return experiment
 
 
+def check_folder(flag: str, folder: Path) -> None:
+  """Raises where a flag's folder is none and cannot be made; makes none itself.
+
+  Raises:
+    ValueError: names the flag, and the file or folder that is in the way.
+  """
+  path = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+  if not path.is_dir() or not os.access(path, os.W_OK):
+    why = "may not be written to" if path.is_dir() else "is a file"
+    raise ValueError(
+      f"--{flag}={folder} is not allowed: {path} {why}; give a folder, or where one "
+      "can be made"
+    )
+
+
 def run(
   main: Callable[[list[str], Experiment | None], int | None],
   argv: list[str],

@@ -37,6 +37,8 @@ def main(positional: list[str], experiment: Experiment | None) -> None:
     raise ValueError("--config=FILE is needed, for example --config=configs/demo.py")
   stage = flags.FLAGS.stage
   work, corpus = Path(flags.FLAGS.workdir), Path(flags.FLAGS.corpus)
+  cli_flags.check_folder("workdir", work)
+  cli_flags.check_folder("corpus", corpus)
   work.mkdir(parents=True, exist_ok=True)
   if stage in ("corpus", "all"):
     corpus_stage.build(out=corpus, demo=corpus, work=corpus / "work")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kdtree_jax.cli.flags import load_experiment, override
+from kdtree_jax.cli.flags import check_folder, load_experiment, override
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -243,3 +243,12 @@ def test_ctrl_c_is_one_line(tmp_path):
   (tmp_path / "program.py").write_text(program)
   done = run(tmp_path)
   assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "stopped\n")
+
+
+def test_a_folder_is_checked_and_not_made(tmp_path):
+  check_folder("workdir", tmp_path / "new" / "below")
+  assert not list(tmp_path.iterdir())
+  (tmp_path / "file").write_text("mine")
+  for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+    with pytest.raises(ValueError, match=r"--workdir=.*file is a file; give a folder"):
+      check_folder("workdir", folder)
